@@ -1,0 +1,98 @@
+// A request and its answer: plain values.
+#ifndef EVALRT_REQUEST_HPP
+#define EVALRT_REQUEST_HPP
+
+#include "evalrt/error.hpp"
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace evalrt {
+
+using Clock = std::chrono::steady_clock;
+
+/// Text that is never copied: a view together with what keeps it alive (a string of its own, a
+/// mapped file, a foreign buffer). Cheap to copy.
+class Text {
+public:
+    Text() = default;
+    Text(std::string text) {
+        auto owned = std::make_shared<const std::string>(std::move(text));
+        view_ = *owned;
+        owner_ = std::move(owned);
+    }
+    Text(const char* text) : Text(std::string(text)) {}
+    Text(std::shared_ptr<const void> owner, std::string_view view)
+        : owner_(std::move(owner)), view_(view) {}
+
+    operator std::string_view() const { return view_; }
+    std::string_view view() const { return view_; }
+    bool empty() const { return view_.empty(); }
+
+private:
+    std::shared_ptr<const void> owner_;
+    std::string_view view_;
+};
+
+/// One question to a model server. The body goes out as these bytes, but for what the backend's
+/// row has to fix; fields that evalrt does not know survive.
+struct Request {
+    std::string endpoint = "/v1/chat/completions"; ///< or /v1/completions, /v1/messages
+    Text body;                                     ///< one JSON object
+    std::string session;                           ///< turns of one conversation share it
+    int turn = 0;
+    std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
+    bool stream = false;                   ///< the caller wants the text piece by piece
+};
+
+/// Token counts as the server reported them. Nothing reported is nothing, never zero.
+struct Usage {
+    std::optional<std::int64_t> prompt_tokens; ///< all of them, the cached ones too
+    std::optional<std::int64_t> cached_tokens;
+    std::optional<std::int64_t> completion_tokens;
+};
+
+/// How far the last attempt came.
+enum class Stage {
+    none,     ///< not sent
+    sent,     ///< the connection stands, the request is on its way
+    answered, ///< a byte of the answer has arrived
+    text,     ///< a piece of generated text, reasoning or a tool call has arrived
+};
+
+struct Timing {
+    using Millis = std::chrono::duration<double, std::milli>;
+    Millis queued{0};                 ///< submission to the sending of the last attempt
+    std::optional<Millis> first_text; ///< TTFT: sending to first text; none: came in one piece
+    std::optional<Millis> last_text;  ///< sending to last text
+    Millis total{0};                  ///< submission to completion
+};
+
+/// What became of a request; also filled in as far as known when it failed.
+struct Response {
+    std::optional<Errc> outcome; ///< nothing: answered
+    int status = 0;              ///< HTTP status; 0: none arrived
+    std::string body;            ///< one whole JSON answer; a stream is put together
+    std::string text;            ///< the first choice's text
+    std::string finish_reason;   ///< the first choice's
+    std::string request_id;      ///< the server's
+    Usage usage;
+    Timing timing;
+    Stage stage = Stage::none;
+    unsigned attempts = 0;
+    std::optional<std::chrono::milliseconds> retry_after; ///< as the server asked
+    error_code cause;   ///< of a broken connection: what the system said
+    std::string detail; ///< failed: the server's own words, or what to do
+
+    /// Cached tokens the plan expected, and the most that any cache could have held.
+    std::optional<std::int64_t> expected_cached, maximum_cached;
+};
+
+} // namespace evalrt
+
+#endif

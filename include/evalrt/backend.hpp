@@ -46,8 +46,8 @@ public:
     template <asio::completion_token_for<Signature> Token = asio::deferred_t>
     auto async_complete(Request request, TextSink on_text = {}, Token&& token = Token()) {
         return asio::async_initiate<Token, Signature>(
-            [this](Handler handler, Request request, TextSink on_text) {
-                start_complete(std::move(request), std::move(on_text), std::move(handler));
+            [this](Handler handler, Request moved, TextSink sink) {
+                start_complete(std::move(moved), std::move(sink), std::move(handler));
             },
             token, std::move(request), std::move(on_text));
     }

@@ -33,17 +33,18 @@ struct BackendRow {
     bool drop_seed_at_zero = false; ///< a seed makes it serve the request alone; at T=0 it is void
     bool drop_nulls = false;        ///< a null member breaks it; it means the same as none
 
-    bool keep_alive = true;                     ///< false: a connection per request
-    unsigned backlog = 128;                     ///< of its listening socket
+    bool keep_alive = true;                      ///< false: a connection per request
+    unsigned backlog = 128;                      ///< of its listening socket
     std::chrono::milliseconds accept_interval{}; ///< pace of connections past the backlog
 
-    unsigned in_flight = 16;                ///< requests at once, to start with
+    unsigned in_flight = 16; ///< requests at once, to start with
     Release release = Release::first_text;
     std::chrono::milliseconds commit_delay{}; ///< with Release::done
-    unsigned shared_tokens = 64;  ///< a shared prefix shorter than this is not worth a leader
-    bool match_length = false;    ///< it pads its prefill batch: prompts of like length together
-    unsigned refill = 1;          ///< free places to wait for before more is admitted; 1: a flow
-    unsigned prefill_tokens = 0;  ///< cold prompt tokens admitted before their first text; 0: any
+    unsigned shared_tokens = 64; ///< a shared prefix shorter than this is not worth a leader
+    bool match_length = false;   ///< it pads its prefill batch: prompts of like length together
+    unsigned leaders = 0;        ///< shared prefixes being filled at once; 0: any number
+    unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
+    unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
     bool tools_before_system = true; ///< where the model's template puts the tools
 };
 

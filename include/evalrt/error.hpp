@@ -33,10 +33,10 @@ enum class Errc {
     poison,           ///< the server died each time this request ran
 };
 
-inline constexpr std::array all_errc{
-    Errc::unreachable, Errc::exited,    Errc::rejected,         Errc::rate_limited,
-    Errc::overloaded,  Errc::auth,      Errc::context_too_long, Errc::malformed,
-    Errc::truncated,   Errc::timed_out, Errc::cancelled,        Errc::poison};
+inline constexpr std::array all_errc{Errc::unreachable,      Errc::exited,     Errc::rejected,
+                                     Errc::rate_limited,     Errc::overloaded, Errc::auth,
+                                     Errc::context_too_long, Errc::malformed,  Errc::truncated,
+                                     Errc::timed_out,        Errc::cancelled,  Errc::poison};
 
 /// The class as it stands in output files: "unreachable", "rate_limited", ...
 std::string_view name(Errc errc) noexcept;

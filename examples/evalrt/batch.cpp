@@ -1,0 +1,258 @@
+#include "batch.hpp"
+
+#include "json_text.hpp"
+#include "wire.hpp"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstring>
+#include <unordered_map>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace evalrt::batch {
+namespace {
+
+using detail::from_json_string;
+using detail::json_string;
+using detail::member;
+using detail::members;
+
+std::string error_text() { return std::strerror(errno); }
+
+// The whole input; a file is mapped, not read.
+std::string load(const std::string& path, Text& text) {
+    if (path == "-") {
+        std::string all;
+        char buffer[1 << 16];
+        while (const auto n = std::fread(buffer, 1, sizeof buffer, stdin)) all.append(buffer, n);
+        text = Text(std::move(all));
+        return {};
+    }
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fmt::format("cannot open {}: {}", path, error_text());
+    struct stat info;
+    std::string error;
+    if (::fstat(fd, &info) != 0) {
+        error = fmt::format("cannot read {}: {}", path, error_text());
+    } else if (S_ISDIR(info.st_mode)) {
+        error = fmt::format("{} is a folder; give a file with one request a line", path);
+    } else if (info.st_size > 0) {
+        const auto size = std::size_t(info.st_size);
+        void* mapped = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (mapped == MAP_FAILED)
+            error = fmt::format("cannot read {}: {}", path, error_text());
+        else
+            text =
+                Text(std::shared_ptr<const void>(
+                         mapped, [size](const void* p) { ::munmap(const_cast<void*>(p), size); }),
+                     {static_cast<const char*>(mapped), size});
+    }
+    ::close(fd);
+    return error;
+}
+
+bool known_endpoint(std::string_view url) {
+    return url == "/v1/chat/completions" || url == "/v1/completions" || url == "/v1/messages";
+}
+
+// The text of a member; the owner of the line keeps it alive.
+Text shared(const Text& owner, std::string_view view) {
+    return Text(std::make_shared<Text>(owner), view);
+}
+
+Item parse(const Text& input, std::string_view line, std::size_t number) {
+    Item item;
+    item.custom_id = std::to_string(number);
+    if (const auto error = detail::check_object(line)) {
+        item.problem = *error;
+        return item;
+    }
+    const auto list = members(line);
+    const auto body = member(list, "body");
+    if (const auto id = member(list, "custom_id")) {
+        item.custom_id = from_json_string(*id);
+        if (item.custom_id.empty()) item.problem = "\"custom_id\" is not a string";
+    }
+    if (!body) { // a line that is only a body
+        if (member(list, "custom_id") || member(list, "url") || member(list, "method"))
+            item.problem = "no \"body\"";
+        else if (member(list, "messages"))
+            item.request.endpoint = "/v1/chat/completions";
+        else if (member(list, "prompt"))
+            item.request.endpoint = "/v1/completions";
+        else
+            item.problem = "neither \"body\" nor \"messages\" nor \"prompt\"";
+        item.request.body = shared(input, line);
+        return item;
+    }
+    if (!body->starts_with('{')) item.problem = "\"body\" is not an object";
+    item.request.body = shared(input, *body);
+    if (const auto method = member(list, "method"); method && *method != "\"POST\"")
+        item.problem = fmt::format("\"method\" is {}, only POST is known", *method);
+    if (const auto url = member(list, "url")) item.request.endpoint = from_json_string(*url);
+    if (!known_endpoint(item.request.endpoint))
+        item.problem = fmt::format("\"url\" is \"{}\"; known are /v1/chat/completions, "
+                                   "/v1/completions and /v1/messages",
+                                   item.request.endpoint);
+    if (const auto ours = member(list, "evalrt")) {
+        const auto hints = members(*ours);
+        if (const auto session = member(hints, "session"))
+            item.request.session = from_json_string(*session);
+        if (const auto turn = member(hints, "turn"))
+            item.request.turn = std::atoi(std::string(*turn).c_str());
+    }
+    return item;
+}
+
+template <class T>
+std::string number_or_null(const std::optional<T>& value) {
+    return value ? fmt::format("{}", *value) : "null";
+}
+
+std::string ms(Timing::Millis value) { return fmt::format("{:.1f}", value.count()); }
+
+} // namespace
+
+Input read(const std::string& path, bool skip_invalid) {
+    Input input;
+    Text text;
+    input.error = load(path, text);
+    if (!input.error.empty()) return input;
+    const auto name = path == "-" ? std::string("standard input") : path;
+    std::unordered_map<std::string, std::size_t> lines; // by custom_id
+    std::string_view rest = text;
+    if (rest.starts_with("\xEF\xBB\xBF")) rest.remove_prefix(3);
+    for (std::size_t number = 1; !rest.empty(); ++number) {
+        const auto end = rest.find('\n');
+        auto line = rest.substr(0, end);
+        rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
+        if (line.ends_with('\r')) line.remove_suffix(1);
+        if (line.find_first_not_of(" \t") == line.npos) continue;
+        Item item = parse(text, line, number);
+        const auto [first, fresh] = lines.emplace(item.custom_id, number);
+        if (!fresh && item.problem.empty())
+            item.problem = fmt::format("the custom_id \"{}\" stands in line {} already",
+                                       item.custom_id, first->second);
+        if (!item.problem.empty()) {
+            ++input.problems;
+            item.problem = fmt::format("line {}: {}", number, item.problem);
+            if (!skip_invalid && input.error.empty())
+                input.error = fmt::format("{}, {}", name, item.problem);
+        }
+        input.items.push_back(std::move(item));
+    }
+    if (!input.error.empty()) {
+        if (input.problems > 1)
+            input.error += fmt::format(" (and {} more such lines)", input.problems - 1);
+        input.error += "; nothing was run (--skip-invalid runs the rest)";
+    } else if (input.items.empty()) {
+        input.error = fmt::format("{} has no requests in it; each line is one, such as "
+                                  R"({{"custom_id": "a", "url": "/v1/chat/completions", )"
+                                  R"("body": {{...}}}})",
+                                  name);
+    }
+    return input;
+}
+
+void override_member(Input& input, std::string_view key, const std::string& value) {
+    const detail::Change change[] = {{key, value}};
+    for (auto& item : input.items)
+        if (item.problem.empty())
+            item.request.body = Text(detail::with_changes(item.request.body, change));
+}
+
+std::string output_line(const Item& item, std::size_t index, const Response& response) {
+    std::string out = fmt::format(R"({{"id": "evalrt-{}", "custom_id": {}, )", index + 1,
+                                  json_string(item.custom_id));
+    if (response.status > 0) {
+        out += fmt::format(R"("response": {{"status_code": {}, "request_id": {}, "body": {}}}, )",
+                           response.status, json_string(response.request_id),
+                           response.body.empty() ? "null" : response.body);
+    } else {
+        out += R"("response": null, )";
+    }
+    if (response.outcome) {
+        out += fmt::format(R"("error": {{"code": "{}", "message": {}}}, )", name(*response.outcome),
+                           json_string(response.detail));
+    } else {
+        out += R"("error": null, )";
+    }
+    const auto& timing = response.timing;
+    out += fmt::format(
+        R"("evalrt": {{"attempts": {}, "queued_ms": {}, "first_text_ms": {}, "total_ms": {}, )"
+        R"("prompt_tokens": {}, "cached_tokens": {}, "completion_tokens": {}, )"
+        R"("from_journal": false}}}})",
+        response.attempts, ms(timing.queued), timing.first_text ? ms(*timing.first_text) : "null",
+        ms(timing.total), number_or_null(response.usage.prompt_tokens),
+        number_or_null(response.usage.cached_tokens),
+        number_or_null(response.usage.completion_tokens));
+    // A body may be spread over several lines; an output line is one.
+    for (char& c : out)
+        if (c == '\n' || c == '\r') c = ' ';
+    return out;
+}
+
+std::string Output::open(const std::string& path, std::size_t count, std::unique_ptr<Output>& out) {
+    out.reset(new Output);
+    out->places_.resize(count);
+    if (path.empty() || path == "-") {
+        out->file_ = std::tmpfile();
+        if (!out->file_) return fmt::format("cannot make a temporary file: {}", error_text());
+        return {};
+    }
+    out->path_ = path;
+    out->part_ = path + ".part";
+    // Answers of an earlier run are not thrown away.
+    const int fd = ::open(out->part_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0 && errno == EEXIST)
+        return fmt::format("{} is there already, with the answers of a run that did not end: move "
+                           "or delete it first",
+                           out->part_);
+    if (fd < 0) return fmt::format("cannot write {}: {}", out->part_, error_text());
+    out->file_ = ::fdopen(fd, "w+");
+    return {};
+}
+
+Output::~Output() {
+    if (file_) std::fclose(file_);
+}
+
+bool Output::add(std::size_t index, std::string_view line) {
+    places_[index] = {end_, std::uint32_t(line.size())};
+    end_ += line.size() + 1;
+    return std::fwrite(line.data(), 1, line.size(), file_) == line.size() &&
+           std::fputc('\n', file_) != EOF && std::fflush(file_) == 0;
+}
+
+bool Output::copy_to(std::FILE* target) {
+    std::string line;
+    for (const auto& place : places_) {
+        if (place.size == 0) continue;
+        line.resize(place.size);
+        if (::pread(::fileno(file_), line.data(), line.size(), off_t(place.offset)) !=
+            ssize_t(line.size()))
+            return false;
+        line += '\n';
+        if (std::fwrite(line.data(), 1, line.size(), target) != line.size()) return false;
+    }
+    return std::fflush(target) == 0;
+}
+
+bool Output::finish(bool whole) {
+    if (path_.empty()) return copy_to(stdout);
+    if (!whole) return true;
+    const auto temporary = path_ + ".tmp";
+    std::FILE* target = std::fopen(temporary.c_str(), "w");
+    if (!target) return false;
+    const bool good = copy_to(target) && ::fsync(::fileno(target)) == 0;
+    if (std::fclose(target) != 0 || !good) return false;
+    if (std::rename(temporary.c_str(), path_.c_str()) != 0) return false;
+    return std::remove(part_.c_str()) == 0;
+}
+
+} // namespace evalrt::batch

@@ -1,0 +1,70 @@
+// The batch file: the input format of the OpenAI Batch API, one request a line.
+#ifndef EVALRT_PROGRAM_BATCH_HPP
+#define EVALRT_PROGRAM_BATCH_HPP
+
+#include "evalrt/request.hpp"
+
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace evalrt::batch {
+
+struct Item {
+    std::string custom_id;
+    Request request;
+    std::string problem; ///< not empty: the line is no request, and why
+};
+
+struct Input {
+    std::vector<Item> items;
+    std::string error; ///< not empty: the file cannot be used, and why; names the line
+    std::size_t problems = 0;
+};
+
+/// Reads a file, or standard input for "-". The bodies stay where the file is mapped. A file with
+/// a line that is no request is an error, unless `skip_invalid`.
+Input read(const std::string& path, bool skip_invalid);
+
+/// Sets top-level members of every body; `value` is JSON text.
+void override_member(Input& input, std::string_view key, const std::string& value);
+
+/// One line of the output, without its end.
+std::string output_line(const Item& item, std::size_t index, const Response& response);
+
+/// The output of a run: grows as OUT.part in the order of completion, and becomes OUT in the order
+/// of the input once the run has ended.
+class Output {
+public:
+    /// Empty path: standard output. The string says what is wrong.
+    static std::string open(const std::string& path, std::size_t count,
+                            std::unique_ptr<Output>& out);
+    ~Output();
+
+    /// False: it cannot be written.
+    bool add(std::size_t index, std::string_view line);
+
+    /// Writes the result in input order. With `whole` false the run was interrupted: what there is
+    /// stays in OUT.part, so that nothing looks whole that is not.
+    bool finish(bool whole);
+
+    const std::string& part() const { return part_; }
+
+private:
+    Output() = default;
+    bool copy_to(std::FILE* target);
+
+    std::string path_, part_;
+    std::FILE* file_ = nullptr;
+    struct Place {
+        std::uint64_t offset = 0;
+        std::uint32_t size = 0;
+    };
+    std::vector<Place> places_;
+    std::uint64_t end_ = 0;
+};
+
+} // namespace evalrt::batch
+
+#endif

@@ -1,0 +1,320 @@
+// The evalrt program: command lines to suites.
+#include "batch.hpp"
+#include "bfcl.hpp"
+#include "suite.hpp"
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+
+namespace evalrt::program {
+namespace {
+
+struct Options {
+    Common common;
+    std::string max_in_flight = "auto";
+    std::string order = "planned";
+    std::string key_file;
+    double timeout = 0;
+    unsigned retries = 2;
+    std::optional<std::int64_t> limit, max_tokens;
+    std::optional<double> temperature;
+};
+
+// What every command takes.
+void add_common(CLI::App& command, Options& options) {
+    auto& runtime = options.common.runtime;
+    command.add_option("--backend", runtime.backend, "Model server: " + backend_names())
+        ->capture_default_str();
+    command.add_option("--url", runtime.url,
+                       "Use the server that runs at this address (ends in /v1); start none");
+    command.add_option("--model", runtime.model,
+                       "Model to load (a path or name, as the backend names models), or to ask");
+    command.add_option("--executable", runtime.executable, "Server program to start");
+    command
+        .add_option("--server-arg", runtime.server_args,
+                    "One more argument for the server program (repeatable)")
+        ->expected(1)
+        ->take_all()
+        ->allow_extra_args(false);
+    command.add_option("--port", runtime.port, "Port of the server to start (default: a free one)");
+    command.add_option("--max-context", runtime.max_context, "Context length, in tokens")
+        ->capture_default_str();
+    command
+        .add_option("--max-in-flight", options.max_in_flight,
+                    "Requests at once: a number, or auto for what suits the backend")
+        ->capture_default_str();
+    command
+        .add_option("--order", options.order,
+                    "planned: shared prefixes together; fifo: in the order of the input")
+        ->check(CLI::IsMember({"planned", "fifo"}))
+        ->capture_default_str();
+    command.add_option("--timeout", options.timeout,
+                       "Seconds that one attempt may take (default: as long as tokens come)");
+    command.add_option("--retries", options.retries, "Further attempts after a failed one")
+        ->capture_default_str();
+    command.add_option("--ca-file", runtime.ca_file, "PEM file with the certificates to trust");
+    command.add_option("--api-key-file", options.key_file,
+                       "File with the key (default: the variable OPENAI_API_KEY)");
+    command.add_option("--parity", options.common.parity,
+                       "Ask this many answered requests again, one at a time, and compare");
+    command.add_option("--seed", options.common.seed,
+                       "Of our own sampling: the parity sample, the jitter of retries");
+    command.add_option("--json", options.common.json, "Write the run summary to this file");
+    command.add_flag("--quiet", options.common.quiet, "No progress, only errors");
+}
+
+// Nothing: fine. Otherwise what is wrong.
+std::string settle(Options& options) {
+    auto& runtime = options.common.runtime;
+    if (options.max_in_flight != "auto") {
+        char* end = nullptr;
+        const long n = std::strtol(options.max_in_flight.c_str(), &end, 10);
+        if (*end || n < 1 || n > 100000)
+            return fmt::format("--max-in-flight is '{}': give a number from 1, or auto",
+                               options.max_in_flight);
+        runtime.max_in_flight = unsigned(n);
+    }
+    runtime.order = options.order == "fifo" ? Order::fifo : Order::planned;
+    if (options.timeout < 0) return "--timeout is below zero";
+    runtime.limits.whole = std::chrono::milliseconds(std::int64_t(options.timeout * 1000));
+    runtime.retry.attempts = options.retries + 1;
+    runtime.override_model = !runtime.model.empty();
+    if (!options.key_file.empty()) {
+        std::ifstream file(options.key_file);
+        if (!std::getline(file, runtime.api_key))
+            return fmt::format("cannot read a key from {}", options.key_file);
+    } else if (const char* key = std::getenv("OPENAI_API_KEY"); key && !runtime.url.empty()) {
+        runtime.api_key = key;
+    }
+    return {};
+}
+
+int fail(std::string_view what) {
+    say(what);
+    return exit_usage;
+}
+
+int run(Options& options, const std::string& path, const std::string& out, bool skip_invalid) {
+    if (auto error = settle(options); !error.empty()) return fail(error);
+    auto input = batch::read(path, skip_invalid);
+    if (!input.error.empty()) return fail(input.error);
+    if (options.limit) {
+        if (*options.limit < 1) return fail("--limit is below 1");
+        input.items.resize(std::min(input.items.size(), std::size_t(*options.limit)));
+    }
+    if (options.max_tokens) {
+        say(fmt::format("--max-tokens: every body gets \"max_tokens\": {}", *options.max_tokens));
+        batch::override_member(input, "max_tokens", std::to_string(*options.max_tokens));
+    }
+    if (options.temperature) {
+        say(fmt::format("--temperature: every body gets \"temperature\": {}",
+                        *options.temperature));
+        batch::override_member(input, "temperature", fmt::format("{}", *options.temperature));
+    }
+    std::unique_ptr<batch::Output> output;
+    if (auto error = batch::Output::open(out, input.items.size(), output); !error.empty())
+        return fail(error);
+
+    Suite suite;
+    for (const auto& item : input.items)
+        suite.jobs.push_back({item.custom_id, item.request, item.problem});
+    suite.kept_in = output->part();
+    bool any = false;
+    suite.on_result = [&](std::size_t index, const Response& response) {
+        any = true;
+        return output->add(index, batch::output_line(input.items[index], index, response));
+    };
+    suite.on_end = [&](bool whole) { return output->finish(whole); };
+    const int code = run_suite(std::move(suite), options.common);
+    if (!any && !output->part().empty()) std::remove(output->part().c_str());
+    return code;
+}
+
+struct BfclOptions {
+    std::vector<std::string> categories;
+    std::string mode = "prompt";
+    std::string data;
+    std::string result_dir = "result";
+};
+
+int run_bfcl(Options& options, const BfclOptions& asked) {
+    if (auto error = settle(options); !error.empty()) return fail(error);
+    auto& runtime = options.common.runtime;
+    const auto categories = bfcl::categories(asked.categories);
+    if (!categories) return fail(categories.error().detail);
+    std::filesystem::path data = asked.data;
+    if (data.empty()) {
+        const auto found = bfcl::find_data();
+        if (!found) return fail(found.error().detail);
+        data = *found;
+    }
+    bfcl::Options body_options;
+    body_options.mode = asked.mode == "fc" ? bfcl::Mode::fc : bfcl::Mode::prompt;
+    body_options.model = runtime.model;
+    body_options.max_tokens = options.max_tokens;
+    body_options.temperature = options.temperature;
+
+    struct File {
+        std::filesystem::path path;
+        std::vector<bfcl::Row> rows;
+        bool fresh = false; // has rows that are not written yet
+    };
+    std::vector<File> files;
+    struct Origin {
+        bfcl::Item item;
+        std::size_t file;
+    };
+    std::vector<Origin> origins;
+    Suite suite;
+    for (const auto& category : *categories) {
+        auto items = bfcl::load(data, category);
+        if (!items) return fail(items.error().detail);
+        File file;
+        file.path = bfcl::result_path(asked.result_dir, runtime.model, category);
+        auto rows = bfcl::read_results(file.path);
+        if (!rows) return fail(rows.error().detail);
+        file.rows = std::move(*rows);
+        if (options.limit)
+            items->resize(
+                std::min(items->size(), std::size_t(std::max<std::int64_t>(*options.limit, 0))));
+        const auto all = items->size();
+        auto rest = bfcl::unanswered(std::move(*items), file.rows);
+        if (rest.size() < all)
+            say(fmt::format("{}: {} of {} are answered already in {}", category, all - rest.size(),
+                            all, file.path.string()));
+        for (auto& item : rest) {
+            Job job;
+            job.id = item.id;
+            if (auto body = bfcl::body(item, body_options))
+                job.request.body = Text(std::move(*body));
+            else
+                job.problem = body.error().detail;
+            suite.jobs.push_back(std::move(job));
+            origins.push_back({std::move(item), files.size()});
+        }
+        files.push_back(std::move(file));
+    }
+    if (suite.jobs.empty()) {
+        say("everything is answered already");
+        return exit_answered;
+    }
+    std::error_code made;
+    for (const auto& file : files) {
+        std::filesystem::create_directories(file.path.parent_path(), made);
+        if (made)
+            return fail(fmt::format("cannot make the folder {}: {}",
+                                    file.path.parent_path().string(), made.message()));
+    }
+    const auto write = [&] {
+        for (auto& file : files) {
+            if (!file.fresh) continue;
+            if (auto failure = bfcl::write_results(file.path, file.rows)) {
+                say(failure.detail);
+                return false;
+            }
+            file.fresh = false;
+        }
+        return true;
+    };
+    suite.kept_in = asked.result_dir;
+    auto last_write = Clock::now();
+    suite.on_result = [&](std::size_t index, const Response& response) {
+        if (response.outcome) return true;
+        const auto& origin = origins[index];
+        auto row =
+            bfcl::result_row(origin.item, response, response.timing.total - response.timing.queued,
+                             body_options.mode);
+        if (!row) {
+            say(row.error().detail);
+            return true;
+        }
+        auto& file = files[origin.file];
+        file.rows.push_back(std::move(*row));
+        file.fresh = true;
+        // A row that is only in memory would be lost with us.
+        if (Clock::now() - last_write < std::chrono::seconds(10)) return true;
+        last_write = Clock::now();
+        return write();
+    };
+    suite.on_end = [&](bool) { return write(); };
+    return run_suite(std::move(suite), options.common);
+}
+
+int list_backends() {
+    fmt::print("{:<12} {:>9} {:<10} {:<10} {}\n", "name", "in flight", "prefix", "connection",
+               "started as");
+    for (const auto& row : backend_rows()) {
+        std::string command;
+        for (const auto& part : row.command) command += (command.empty() ? "" : " ") + part;
+        const auto release = row.release == Release::at_once      ? "at once"
+                             : row.release == Release::first_text ? "first text"
+                                                                  : "done";
+        fmt::print("{:<12} {:>9} {:<10} {:<10} {}\n", row.name, row.in_flight, release,
+                   row.keep_alive ? "kept" : "each",
+                   command.empty() ? "(runs already: --url)" : command);
+    }
+    return exit_answered;
+}
+
+int main(int argc, char** argv) {
+    CLI::App app{"evalrt runs LLM evaluation suites at the speed of the model server."};
+    app.require_subcommand(1);
+    app.set_version_flag("--version", EVALRT_VERSION);
+
+    Options options;
+    std::string file, out;
+    bool skip_invalid = false;
+    auto& run_command = *app.add_subcommand("run", "Run a batch file (OpenAI Batch input format)");
+    run_command.add_option("FILE", file, "Batch file, - for standard input")->required();
+    run_command.add_option("-o,--output", out, "Output file (default: standard output)");
+    run_command.add_option("--limit", options.limit, "Only the first N requests");
+    run_command.add_option("--max-tokens", options.max_tokens, "Override the bodies' max_tokens");
+    run_command.add_option("--temperature", options.temperature,
+                           "Override the bodies' temperature");
+    run_command.add_flag("--skip-invalid", skip_invalid,
+                         "Run the valid lines and report the others as failed");
+    add_common(run_command, options);
+
+    BfclOptions asked;
+    auto& bfcl_command = *app.add_subcommand(
+        "bfcl", "Run single-turn BFCL categories and write bfcl_eval's result files");
+    bfcl_command.add_option("CATEGORY", asked.categories, "Categories or groups, as in bfcl_eval")
+        ->required();
+    bfcl_command.add_option("--mode", asked.mode, "Functions in the prompt, or as tools")
+        ->check(CLI::IsMember({"prompt", "fc"}))
+        ->capture_default_str();
+    bfcl_command.add_option("--bfcl-data", asked.data,
+                            "bfcl_eval's data folder (default: of the python3 on PATH)");
+    bfcl_command.add_option("--result-dir", asked.result_dir, "Folder for the result files")
+        ->capture_default_str();
+    bfcl_command.add_option("--limit", options.limit, "Only the first N rows of each category");
+    bfcl_command.add_option("--max-tokens", options.max_tokens,
+                            "Answer length (default: none is sent, as bfcl_eval does)");
+    bfcl_command.add_option("--temperature", options.temperature,
+                            "Default: 0.001, as bfcl_eval sends");
+    add_common(bfcl_command, options);
+
+    auto& backends_command =
+        *app.add_subcommand("backends", "List the model servers that evalrt knows");
+
+    try {
+        app.parse(argc, argv);
+    } catch (const CLI::ParseError& error) {
+        if (error.get_exit_code() == 0) return app.exit(error);
+        say(fmt::format("{} (evalrt {} --help lists the options)", error.what(),
+                        argc > 1 && argv[1][0] != '-' ? argv[1] : ""));
+        return exit_usage;
+    }
+    if (backends_command.parsed()) return list_backends();
+    if (bfcl_command.parsed()) return run_bfcl(options, asked);
+    return run(options, file, out, skip_invalid);
+}
+
+} // namespace
+} // namespace evalrt::program
+
+int main(int argc, char** argv) { return evalrt::program::main(argc, argv); }

@@ -1,0 +1,337 @@
+#include "suite.hpp"
+
+#include <boost/asio/as_tuple.hpp>
+#include <boost/asio/awaitable.hpp>
+#include <boost/asio/bind_cancellation_slot.hpp>
+#include <boost/asio/cancellation_signal.hpp>
+#include <boost/asio/co_spawn.hpp>
+#include <boost/asio/detached.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/signal_set.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <boost/asio/use_awaitable.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <fstream>
+#include <random>
+#include <stdexcept>
+
+#include <unistd.h>
+
+namespace evalrt::program {
+namespace {
+
+constexpr auto token = asio::as_tuple(asio::use_awaitable);
+
+std::string seconds(double value) {
+    if (value < 120) return fmt::format("{:.0f} s", value);
+    return fmt::format("{:.0f} min", value / 60);
+}
+
+std::string counts(const std::map<Errc, std::uint64_t>& failures) {
+    std::string text;
+    for (const auto& [errc, count] : failures)
+        text += fmt::format("{}{} {}", text.empty() ? "" : ", ", count, name(errc));
+    return text;
+}
+
+class Run {
+public:
+    Run(asio::io_context& io, Suite& suite, const Common& common)
+        : suite_(suite),
+          common_(common),
+          io_(io),
+          changed_(io),
+          signals_(io, SIGINT, SIGTERM),
+          terminal_(::isatty(STDERR_FILENO) == 1) {}
+
+    asio::awaitable<int> main() {
+        auto options = common_.runtime;
+        options.retry.seed = common_.seed;
+        options.log = [this](std::string_view line) {
+            report_.note(line);
+            print(line);
+        };
+        try {
+            runtime_ = std::make_unique<Runtime>(io_.get_executor(), options);
+        } catch (const std::invalid_argument& error) {
+            say(error.what());
+            co_return exit_usage;
+        }
+        watch_signals();
+        const bool starts = options.url.empty();
+        if (starts && !common_.quiet)
+            print(fmt::format("starting {} with {}", options.backend, options.model));
+        auto [ec, detail] =
+            co_await runtime_->async_open(asio::bind_cancellation_slot(opening_.slot(), token));
+        if (interrupted_) co_return abandon(0);
+        if (ec) {
+            say(fmt::format("{}: {}", options.backend, detail));
+            co_return exit_backend;
+        }
+        report_.backend = options.backend;
+        report_.model = runtime_->model();
+        report_.order = options.order == Order::fifo ? "fifo" : "planned";
+        report_.max_in_flight = runtime_->row().in_flight;
+
+        const int code = co_await run_jobs();
+        if (interrupted_) co_return code; // the server is killed, not waited for
+        if (common_.parity > 0) co_await check_parity();
+        summarise();
+        signals_.cancel();
+        co_await runtime_->async_close(token);
+        co_return unwritable_ ? exit_unwritable : code;
+    }
+
+private:
+    void watch_signals() {
+        signals_.async_wait([this](error_code ec, int) {
+            if (ec) return;
+            interrupted_ = true;
+            opening_.emit(asio::cancellation_type::terminal);
+            stop();
+            // The second time there is nothing more to write out.
+            signals_.async_wait([](error_code again, int) {
+                if (!again) std::_Exit(exit_interrupted);
+            });
+        });
+    }
+
+    void stop() {
+        stopping_ = true;
+        changed_.cancel();
+    }
+
+    asio::awaitable<int> run_jobs() {
+        auto& backend = runtime_->backend();
+        started_ = Clock::now();
+        if (suite_.jobs.size() > 1 && !common_.quiet)
+            print(fmt::format("{} requests, {} at once, order {}", suite_.jobs.size(),
+                              report_.max_in_flight, report_.order));
+        for (std::size_t i = 0; i < suite_.jobs.size(); ++i) {
+            auto& job = suite_.jobs[i];
+            if (!job.problem.empty()) {
+                Response response;
+                response.outcome = Errc::rejected;
+                response.detail = job.problem;
+                ended(i, response);
+                continue;
+            }
+            Request request = job.request;
+            ++open_;
+            backend.async_complete(std::move(request), {},
+                                   [this, i](error_code, Response response) {
+                                       --open_;
+                                       // What an interruption ended has not failed: it was not run.
+                                       if (stopping_ && response.outcome == Errc::cancelled) {
+                                           ++report_.not_run;
+                                       } else {
+                                           ended(i, response);
+                                       }
+                                       if (open_ == 0 || stopping_) changed_.cancel();
+                                   });
+        }
+        auto next_line = Clock::now() + std::chrono::seconds(terminal_ ? 0 : 5);
+        while (open_ > 0 && !stopping_) {
+            changed_.expires_after(std::chrono::milliseconds(terminal_ ? 200 : 1000));
+            co_await changed_.async_wait(token);
+            if (!common_.quiet && (terminal_ || Clock::now() >= next_line)) {
+                next_line = Clock::now() + std::chrono::seconds(5);
+                progress();
+            }
+        }
+        backend.cancel();
+        while (open_ > 0) {
+            changed_.expires_after(std::chrono::hours(1));
+            co_await changed_.async_wait(token);
+        }
+        wall_ = std::chrono::duration<double>(Clock::now() - started_).count();
+        clear_line();
+        const bool whole = report_.not_run == 0;
+        if (!suite_.on_end(whole) && !unwritable_) {
+            unwritable_ = true;
+            say("the results cannot be written; what was answered is kept" + kept());
+        }
+        if (interrupted_) {
+            summarise();
+            co_return abandon(report_.answered());
+        }
+        if (unwritable_) co_return exit_unwritable;
+        if (!stopped_early_.empty()) {
+            say(fmt::format("stopped early: {}{}", stopped_early_, kept()));
+            co_return exit_stopped;
+        }
+        if (report_.failed() > 0) {
+            say(fmt::format("{} of {} failed ({}); the first: {}", report_.failed(),
+                            suite_.jobs.size(), counts(report_.failures()), first_failure_));
+            co_return exit_failed;
+        }
+        co_return exit_answered;
+    }
+
+    std::string kept() const {
+        return suite_.kept_in.empty() ? "" : fmt::format(" in {}", suite_.kept_in);
+    }
+
+    int abandon(std::uint64_t answered) {
+        clear_line();
+        say(fmt::format("interrupted: {} of {} answered{}{}", answered, suite_.jobs.size(),
+                        answered > 0 ? kept() : "",
+                        answered > 0 ? "" : "; run the same command to start again"));
+        return exit_interrupted;
+    }
+
+    void ended(std::size_t index, const Response& response) {
+        report_.add(response);
+        tokens_ += response.usage.completion_tokens.value_or(0);
+        if (response.outcome && first_failure_.empty())
+            first_failure_ = fmt::format("{}: {}: {}", suite_.jobs[index].id,
+                                         name(*response.outcome), response.detail);
+        if (!report_.server_version && !response.outcome) read_version(response.body);
+        if (common_.parity > 0 && !response.outcome) texts_[index] = answer_text(response);
+        if (!unwritable_ && !suite_.on_result(index, response)) {
+            unwritable_ = true;
+            say("the results cannot be written (is the disk full?); the run ends, what was "
+                "answered is kept" +
+                kept());
+            stop();
+        }
+        // The same failure twenty times and nothing else: a wrong key, a wrong model.
+        if (response.outcome && report_.answered() == 0 && report_.failed() == 20 &&
+            report_.failures().size() == 1 && suite_.jobs.size() > 20 && !stopping_) {
+            stopped_early_ = fmt::format("everything fails the same way ({})", first_failure_);
+            stop();
+        }
+    }
+
+    // mlx_lm.server, OpenAI and others say here which version answered.
+    void read_version(std::string_view body) {
+        constexpr std::string_view key = "\"system_fingerprint\": \"";
+        auto at = body.find(key);
+        if (at == body.npos) return;
+        const auto text = body.substr(at + key.size());
+        report_.server_version = std::string(text.substr(0, text.find('"')));
+    }
+
+    // All that was answered: text, tool calls, reasoning; not ids and times.
+    static std::string answer_text(const Response& response) {
+        const auto at = response.body.find("\"choices\"");
+        auto end = response.body.rfind(", \"usage\"");
+        if (end == std::string::npos || end < at) end = response.body.size();
+        return at == std::string::npos ? response.text : response.body.substr(at, end - at);
+    }
+
+    asio::awaitable<void> check_parity() {
+        std::vector<std::size_t> sample;
+        for (const auto& [index, text] : texts_) sample.push_back(index);
+        std::mt19937_64 random(common_.seed);
+        std::shuffle(sample.begin(), sample.end(), random);
+        sample.resize(std::min<std::size_t>(sample.size(), common_.parity));
+        std::sort(sample.begin(), sample.end());
+        Parity parity;
+        for (const auto index : sample) {
+            Request request = suite_.jobs[index].request;
+            auto [ec, response] =
+                co_await runtime_->backend().async_complete(std::move(request), {}, token);
+            if (ec) continue;
+            ++parity.checked;
+            if (answer_text(response) == texts_[index])
+                ++parity.identical;
+            else
+                parity.different.push_back(suite_.jobs[index].id);
+        }
+        print(fmt::format("parity: {} of {} answers are the same one at a time", parity.identical,
+                          parity.checked));
+        report_.parity = std::move(parity);
+    }
+
+    void progress() {
+        const auto done = report_.answered() + report_.failed();
+        const double passed = std::chrono::duration<double>(Clock::now() - started_).count();
+        const auto stats = runtime_->backend().stats();
+        std::string line = fmt::format("{}/{} done, {} in flight, {} passed", done,
+                                       suite_.jobs.size(), stats.in_flight, seconds(passed));
+        if (tokens_ > 0) line += fmt::format(", {:.0f} tokens/s", double(tokens_) / passed);
+        if (report_.failed() > 0) line += fmt::format(", {} failed", report_.failed());
+        if (done > 0 && done < suite_.jobs.size())
+            line += fmt::format(", {} left",
+                                seconds(passed / double(done) * double(suite_.jobs.size() - done)));
+        if (!terminal_) return say(line);
+        constexpr std::size_t width = 24;
+        const auto full = width * done / std::max<std::size_t>(suite_.jobs.size(), 1);
+        fmt::print(stderr, "\r\033[K[{:#<{}}{:.<{}}] {}", "", full, "", width - full, line);
+        std::fflush(stderr);
+        line_open_ = true;
+    }
+
+    void clear_line() {
+        if (std::exchange(line_open_, false)) fmt::print(stderr, "\r\033[K");
+    }
+
+    void print(std::string_view line) {
+        clear_line();
+        if (!common_.quiet) say(line);
+    }
+
+    void summarise() {
+        const auto stats = runtime_->backend().stats();
+        if (!common_.quiet) {
+            print(report_.prefix_cached());
+            print(fmt::format("{} answered, {} failed, {} not run in {:.1f} s", report_.answered(),
+                              report_.failed(), report_.not_run, wall_));
+        }
+        if (common_.json.empty()) return;
+        std::ofstream file(common_.json);
+        file << report_.json(stats, wall_) << '\n';
+        if (!file.flush()) {
+            say(fmt::format("the run summary cannot be written to {}", common_.json));
+            unwritable_ = true;
+        }
+    }
+
+    Suite& suite_;
+    const Common& common_;
+    asio::io_context& io_;
+    asio::steady_timer changed_;
+    asio::signal_set signals_;
+    asio::cancellation_signal opening_;
+    const bool terminal_;
+    std::unique_ptr<Runtime> runtime_;
+    Report report_;
+    Clock::time_point started_;
+    double wall_ = 0;
+    std::int64_t tokens_ = 0;
+    std::size_t open_ = 0;                     // jobs that have not ended
+    std::map<std::size_t, std::string> texts_; // for the parity check
+    std::string first_failure_, stopped_early_;
+    bool interrupted_ = false, stopping_ = false, unwritable_ = false, line_open_ = false;
+};
+
+} // namespace
+
+void say(std::string_view line) { fmt::print(stderr, "evalrt: {}\n", line); }
+
+int run_suite(Suite suite, const Common& common) {
+    std::signal(SIGPIPE, SIG_IGN); // a reader of our output that leaves is an error like others
+    asio::io_context io(1);
+    int code = exit_backend;
+    {
+        Run run(io, suite, common);
+        asio::co_spawn(io, run.main(), [&](std::exception_ptr error, int result) {
+            code = result;
+            if (error) {
+                say("out of memory");
+                code = exit_backend;
+            }
+            io.stop();
+        });
+        io.run();
+    }
+    return code;
+}
+
+} // namespace evalrt::program

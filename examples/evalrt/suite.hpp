@@ -1,0 +1,57 @@
+// Runs a list of requests through a Runtime, with progress, interruption and a summary.
+#ifndef EVALRT_PROGRAM_SUITE_HPP
+#define EVALRT_PROGRAM_SUITE_HPP
+
+#include "evalrt/report.hpp"
+#include "evalrt/runtime.hpp"
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace evalrt::program {
+
+enum Exit {
+    exit_answered = 0,
+    exit_failed = 1,
+    exit_usage = 2,
+    exit_backend = 3,
+    exit_unwritable = 4,
+    exit_stopped = 5,
+    exit_interrupted = 130,
+};
+
+/// What every command takes.
+struct Common {
+    RuntimeOptions runtime;
+    unsigned parity = 0;    ///< answers to ask again one at a time
+    std::uint64_t seed = 0; ///< of the parity sample and the jitter
+    std::string json;       ///< file for the run summary
+    bool quiet = false;
+};
+
+struct Job {
+    std::string id;
+    Request request;
+    std::string problem; ///< not empty: it cannot be asked, and counts as failed
+};
+
+struct Suite {
+    std::vector<Job> jobs;
+    /// Called once for each job that has ended, in the order of completion. False: the result
+    /// cannot be kept, and the run ends.
+    std::function<bool(std::size_t index, const Response&)> on_result;
+    /// Called at the end; `whole`: every job has ended by itself. False: cannot be written.
+    std::function<bool(bool whole)> on_end;
+    std::string kept_in; ///< where the answers of an interrupted run are
+};
+
+/// Opens the runtime, runs all jobs, closes it, prints, and returns the exit code.
+int run_suite(Suite suite, const Common& common);
+
+/// A line on stderr.
+void say(std::string_view line);
+
+} // namespace evalrt::program
+
+#endif

@@ -1,0 +1,43 @@
+// How every operation of this library ends.
+#ifndef EVALRT_DETAIL_COMPLETE_HPP
+#define EVALRT_DETAIL_COMPLETE_HPP
+
+#include "evalrt/error.hpp"
+
+#include <boost/asio/any_io_executor.hpp>
+#include <boost/asio/associated_cancellation_slot.hpp>
+#include <boost/asio/associated_executor.hpp>
+#include <boost/asio/bind_executor.hpp>
+#include <boost/asio/post.hpp>
+
+#include <tuple>
+#include <utility>
+
+namespace evalrt::detail {
+
+/// Runs `handler` on its own executor, never before this returns. The slot is cleared first: it
+/// outlives the operation, and a late signal must not reach what is gone.
+template <class Handler, class... Args>
+void complete(asio::any_io_executor executor, Handler handler, Args... args) {
+    if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
+        slot.clear();
+    const auto target = asio::get_associated_executor(handler, executor);
+    asio::post(executor,
+               asio::bind_executor(target, [handler = std::move(handler),
+                                            args = std::make_tuple(std::move(args)...)]() mutable {
+                   std::apply(std::move(handler), std::move(args));
+               }));
+}
+
+/// Calls `cancel` when the operation behind `handler` is cancelled, whatever the type.
+template <class Handler, class F>
+void on_cancel(Handler& handler, F cancel) {
+    if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
+        slot.assign([cancel = std::move(cancel)](asio::cancellation_type type) {
+            if (type != asio::cancellation_type::none) cancel();
+        });
+}
+
+} // namespace evalrt::detail
+
+#endif

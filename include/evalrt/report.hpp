@@ -1,0 +1,82 @@
+// Report: the figures of a run.
+#ifndef EVALRT_REPORT_HPP
+#define EVALRT_REPORT_HPP
+
+#include "evalrt/detail/scheduler_core.hpp"
+#include "evalrt/request.hpp"
+
+#include <array>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace evalrt {
+
+namespace detail {
+
+/// Quantiles of a stream of positive numbers in constant memory, within 1 %.
+class Quantiles {
+public:
+    void add(double value);
+    std::optional<double> at(double share) const; ///< nothing: no number yet
+
+private:
+    static constexpr double lowest = 0.001, growth = 1.02;
+    std::array<std::uint32_t, 1300> buckets_{};
+    std::uint64_t count_ = 0;
+};
+
+} // namespace detail
+
+/// What a re-run of a sample, one at a time, gave.
+struct Parity {
+    std::uint64_t checked = 0, identical = 0;
+    std::vector<std::string> different; ///< ids
+};
+
+/// Collects Responses; memory does not grow with their number. A figure that was not measured is
+/// null in the JSON, never 0.
+class Report {
+public:
+    std::string backend, model, order;
+    std::optional<std::string> server_version;
+    unsigned max_in_flight = 0;
+    std::uint64_t not_run = 0;
+    std::uint64_t server_restarts = 0;
+    std::optional<Parity> parity;
+
+    void add(const Response& response);
+    void note(std::string_view text); ///< the same text twice is one note
+
+    std::uint64_t answered() const { return answered_; }
+    std::uint64_t failed() const { return failed_; }
+    const std::map<Errc, std::uint64_t>& failures() const { return failures_; }
+
+    /// "prefix cached: 1234 tokens (...)", or n/a and why.
+    std::string prefix_cached() const;
+
+    /// The run summary: one JSON object.
+    std::string json(const SchedulerStats& stats, double wall_seconds) const;
+
+private:
+    struct Sum {
+        std::int64_t value = 0;
+        bool all = true; // every answer had it
+        void add(std::optional<std::int64_t> number) {
+            if (number)
+                value += *number;
+            else
+                all = false;
+        }
+    };
+
+    std::uint64_t answered_ = 0, failed_ = 0, attempts_ = 0;
+    std::map<Errc, std::uint64_t> failures_;
+    Sum prompt_, cached_, completion_, expected_, maximum_;
+    detail::Quantiles ttft_, inter_token_;
+    std::vector<std::string> notes_;
+};
+
+} // namespace evalrt
+
+#endif

@@ -1,0 +1,43 @@
+// Looks into JSON text, and changes it, without touching a byte that need not change.
+// The text must be valid: parse it first.
+#ifndef EVALRT_LIB_JSON_TEXT_HPP
+#define EVALRT_LIB_JSON_TEXT_HPP
+
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace evalrt::detail {
+
+struct Member {
+    std::string_view key;   ///< between the quotes, as written
+    std::string_view value; ///< as written
+    std::string_view text;  ///< "key": value
+};
+
+std::vector<Member> members(std::string_view object);
+std::vector<std::string_view> elements(std::string_view array);
+
+/// The value of a member of `object`; nothing: it has none.
+std::optional<std::string_view> member(std::span<const Member> object, std::string_view key);
+
+/// One change to an object's top level.
+struct Change {
+    std::string_view key;
+    std::optional<std::string> value; ///< JSON text; nothing: drop the member
+};
+
+/// The object with these changes; all else byte for byte as it was. A new member goes to the end.
+std::string with_changes(std::string_view object, std::span<const Change> changes);
+
+/// A JSON string, quotes included.
+std::string json_string(std::string_view text);
+
+/// A JSON string, quotes included, as plain text; empty where it is something else.
+std::string from_json_string(std::string_view text);
+
+} // namespace evalrt::detail
+
+#endif

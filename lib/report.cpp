@@ -1,0 +1,148 @@
+#include "evalrt/report.hpp"
+
+#include <boost/json/array.hpp>
+#include <boost/json/object.hpp>
+#include <boost/json/serialize.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace evalrt {
+namespace json = boost::json;
+namespace detail {
+
+void Quantiles::add(double value) {
+    const double steps = value <= lowest ? 0 : std::log(value / lowest) / std::log(growth);
+    ++buckets_[std::min(std::size_t(steps), buckets_.size() - 1)];
+    ++count_;
+}
+
+std::optional<double> Quantiles::at(double share) const {
+    if (count_ == 0) return {};
+    const auto rank = std::uint64_t(share * double(count_ - 1)) + 1;
+    std::uint64_t seen = 0;
+    std::size_t i = 0;
+    while ((seen += buckets_[i]) < rank) ++i;
+    return lowest * std::pow(growth, double(i) + 0.5);
+}
+
+} // namespace detail
+
+namespace {
+
+json::value rounded(double value) { return std::round(value * 1000) / 1000; }
+
+template <class T>
+json::value or_null(const std::optional<T>& value) {
+    if (!value) return nullptr;
+    if constexpr (std::is_same_v<T, double>)
+        return rounded(*value);
+    else
+        return json::value(*value);
+}
+
+json::object percentiles(const detail::Quantiles& values) {
+    return {{"p50", or_null(values.at(0.5))},
+            {"p90", or_null(values.at(0.9))},
+            {"p99", or_null(values.at(0.99))}};
+}
+
+} // namespace
+
+void Report::add(const Response& response) {
+    attempts_ += response.attempts;
+    if (response.outcome) {
+        ++failed_;
+        ++failures_[*response.outcome];
+        return;
+    }
+    ++answered_;
+    prompt_.add(response.usage.prompt_tokens);
+    cached_.add(response.usage.cached_tokens);
+    completion_.add(response.usage.completion_tokens);
+    expected_.add(response.expected_cached);
+    maximum_.add(response.maximum_cached);
+    const auto& timing = response.timing;
+    if (!timing.first_text) return;
+    ttft_.add(timing.first_text->count());
+    // By the server's count: it may send several tokens at once.
+    if (const auto tokens = response.usage.completion_tokens.value_or(0); tokens > 1)
+        inter_token_.add((timing.last_text->count() - timing.first_text->count()) /
+                         double(tokens - 1));
+}
+
+void Report::note(std::string_view text) {
+    if (std::find(notes_.begin(), notes_.end(), text) == notes_.end() && notes_.size() < 100)
+        notes_.emplace_back(text);
+}
+
+std::string Report::prefix_cached() const {
+    if (answered_ == 0) return "prefix cached: n/a (nothing was answered)";
+    if (!cached_.all) return "prefix cached: n/a (the server does not report cached tokens)";
+    std::string line = fmt::format("prefix cached: {} tokens", cached_.value);
+    if (prompt_.all && prompt_.value > 0) {
+        line += fmt::format(" ({:.1f} % of {} prompt tokens",
+                            100.0 * double(cached_.value) / double(prompt_.value), prompt_.value);
+        if (expected_.all && maximum_.all)
+            line += fmt::format("; expected {}, at most {}", expected_.value, maximum_.value);
+        line += ")";
+    }
+    return line;
+}
+
+std::string Report::json(const SchedulerStats& stats, double wall_seconds) const {
+    const auto sum = [&](const Sum& it) -> json::value {
+        if (answered_ == 0 || !it.all) return nullptr;
+        return it.value;
+    };
+    const auto rate = [&](double count) -> json::value {
+        if (wall_seconds <= 0) return nullptr;
+        return rounded(count / wall_seconds);
+    };
+    json::object failures;
+    for (const auto& [errc, count] : failures_) failures[name(errc)] = count;
+    json::object out{
+        {"backend", backend},
+        {"model", model},
+        {"server_version", or_null(server_version)},
+        {"requests", answered_ + failed_ + not_run},
+        {"answered", answered_},
+        {"failed", failed_},
+        {"not_run", not_run},
+        {"failures", failures},
+        {"attempts", attempts_},
+        {"wall_seconds", rounded(wall_seconds)},
+        {"requests_per_second", rate(double(answered_))},
+        {"output_tokens_per_second",
+         completion_.all && answered_ > 0 ? rate(double(completion_.value)) : nullptr},
+        {"max_in_flight", max_in_flight},
+        {"in_flight_mean", stats.busy_seconds > 0
+                               ? rounded(stats.in_flight_seconds / stats.busy_seconds)
+                               : json::value(nullptr)},
+        {"prompt_tokens", sum(prompt_)},
+        {"cached_tokens", json::object{{"actual", sum(cached_)},
+                                       {"expected", sum(expected_)},
+                                       {"maximum", sum(maximum_)}}},
+        {"completion_tokens", sum(completion_)},
+        {"ttft_ms", percentiles(ttft_)},
+        {"inter_token_ms", percentiles(inter_token_)},
+        {"bound_seconds", nullptr},
+        {"ratio_to_bound", nullptr},
+        {"order", order},
+        {"parity", nullptr},
+        {"server_restarts", server_restarts},
+        {"notes", json::array(notes_.begin(), notes_.end())},
+    };
+    if (parity)
+        out["parity"] =
+            json::object{{"checked", parity->checked},
+                         {"identical", parity->identical},
+                         {"equal_score", nullptr},
+                         {"different", parity->different.size()},
+                         {"ids", json::array(parity->different.begin(), parity->different.end())}};
+    return json::serialize(out);
+}
+
+} // namespace evalrt

@@ -1,0 +1,264 @@
+#include "evalrt/request_scheduler.hpp"
+
+#include "evalrt/detail/complete.hpp"
+#include "wire.hpp"
+
+#include <boost/asio/bind_cancellation_slot.hpp>
+#include <boost/asio/bind_executor.hpp>
+#include <boost/asio/cancellation_signal.hpp>
+#include <boost/asio/steady_timer.hpp>
+
+namespace evalrt {
+
+SchedulerOptions scheduler_options(const BackendRow& row) {
+    SchedulerOptions options;
+    options.max_in_flight = row.in_flight;
+    options.refill = row.refill;
+    options.prefill_tokens = row.prefill_tokens;
+    if (row.release == Release::done) options.commit_delay = row.commit_delay;
+    return options;
+}
+
+RadixPlanner::Options planner_options(const BackendRow& row) {
+    RadixPlanner::Options options;
+    options.release = row.release;
+    options.shared_bytes = row.shared_tokens * 4;
+    options.match_length = row.match_length;
+    options.leaders = row.leaders;
+    return options;
+}
+
+struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
+    struct Item {
+        Request request;
+        TextSink on_text;
+        Handler handler;
+        asio::cancellation_signal cancel; // of the attempt that runs
+        Clock::time_point submitted, sent;
+        Pick pick;
+        bool delivered = false; // text of the running attempt has reached the caller
+        bool cancelled = false;
+        bool late = false;
+    };
+
+    Impl(Backend& inner_, PrefixPlanner& planner, BackendRow row_, SchedulerOptions options)
+        : inner(inner_),
+          executor(inner_.get_executor()),
+          row(std::move(row_)),
+          core(planner, options),
+          timer(executor) {}
+
+    void submit(Request request, TextSink on_text, Handler handler) {
+        const auto now = Clock::now();
+        if (closed) {
+            Response response;
+            response.outcome = closed;
+            response.detail = closed_detail;
+            return detail::complete(executor, std::move(handler), make_error_code(*closed),
+                                    std::move(response));
+        }
+        const RequestId id = ++last_id;
+        auto& item = *items.emplace(id, std::make_unique<Item>()).first->second;
+        item.request = std::move(request);
+        item.on_text = std::move(on_text);
+        item.handler = std::move(handler);
+        item.submitted = now;
+        detail::on_cancel(item.handler, [weak = weak_from_this(), id] {
+            if (auto self = weak.lock()) self->cancel(id, false);
+        });
+        const auto deadline = item.request.deadline.count() > 0 ? now + item.request.deadline
+                                                                : Clock::time_point::max();
+        core.submit(id, detail::read_prompt(item.request, row), deadline);
+        pump_soon();
+    }
+
+    // A burst of submissions is planned as a whole.
+    void pump_soon() {
+        if (std::exchange(pump_posted, true)) return;
+        asio::post(executor, [weak = weak_from_this()] {
+            if (auto self = weak.lock()) {
+                self->pump_posted = false;
+                self->pump();
+            }
+        });
+    }
+
+    void pump() {
+        const auto now = Clock::now();
+        for (const auto id : core.late(now)) cancel(id, true);
+        while (auto pick = core.next(now)) launch(*pick, now);
+        arm(now);
+    }
+
+    void arm(Clock::time_point now) {
+        const auto at = core.wake(now);
+        if (at == armed) return;
+        armed = at;
+        if (at == Clock::time_point::max()) {
+            timer.cancel();
+            return;
+        }
+        timer.expires_at(at);
+        timer.async_wait([weak = weak_from_this()](error_code ec) {
+            auto self = weak.lock();
+            if (ec || !self) return;
+            self->armed = Clock::time_point::max();
+            self->pump();
+        });
+    }
+
+    void launch(const Pick& pick, Clock::time_point now) {
+        auto& item = *items.at(pick.id);
+        item.sent = now;
+        item.pick = pick;
+        item.delivered = false;
+        auto on_text = [weak = weak_from_this(), id = pick.id](std::string_view piece) {
+            if (auto self = weak.lock()) self->text(id, piece);
+        };
+        auto done = [self = shared_from_this(), id = pick.id](error_code, Response response) {
+            self->ended(id, std::move(response));
+        };
+        Request request = item.request;
+        inner.async_complete(
+            std::move(request), std::move(on_text),
+            asio::bind_executor(executor, asio::bind_cancellation_slot(item.cancel.slot(), done)));
+    }
+
+    void text(RequestId id, std::string_view piece) {
+        const auto it = items.find(id);
+        if (it == items.end()) return;
+        core.first_text(id, Clock::now());
+        auto& item = *it->second;
+        if (item.on_text && item.request.stream && !item.cancelled && !item.late) {
+            item.delivered = true;
+            item.on_text(piece);
+        }
+        pump_soon();
+    }
+
+    void ended(RequestId id, Response response) {
+        const auto now = Clock::now();
+        auto& item = *items.at(id);
+        if (response.outcome) {
+            // Cancelled by us: for the reason that we had.
+            if (item.late) {
+                response.outcome = Errc::timed_out;
+                response.detail = "not answered before its deadline";
+            } else if (item.cancelled) {
+                response.outcome = Errc::cancelled;
+                response.detail = "cancelled";
+            } else if (closed && *response.outcome != Errc::cancelled) {
+                response.outcome = closed; // the server has ended: that is why it broke
+                response.detail = closed_detail;
+            }
+        }
+        response.attempts = core.attempts(id) + 1;
+        if (core.ended(id, response, item.delivered, now)) finish(id, std::move(response), now);
+        pump_soon();
+    }
+
+    void finish(RequestId id, Response response, Clock::time_point now) {
+        auto item = std::move(items.extract(id).mapped());
+        if (item->sent == Clock::time_point{}) {
+            response.timing.queued = now - item->submitted;
+        } else {
+            response.timing.queued += item->sent - item->submitted;
+        }
+        response.timing.total = now - item->submitted;
+        const auto& usage = response.usage;
+        if (usage.prompt_tokens && item->pick.prompt_bytes > 0) {
+            // The share of the prompt's bytes, as tokens; the last token is always computed.
+            const auto tokens =
+                [&](std::optional<std::size_t> bytes) -> std::optional<std::int64_t> {
+                if (!bytes) return {};
+                const auto share = double(*bytes) / double(item->pick.prompt_bytes);
+                return std::min(std::int64_t(share * double(*usage.prompt_tokens) + 0.5),
+                                std::max<std::int64_t>(*usage.prompt_tokens - 1, 0));
+            };
+            response.expected_cached = tokens(item->pick.expected_bytes);
+            response.maximum_cached = tokens(item->pick.maximum_bytes);
+        }
+        const auto code = response.outcome ? make_error_code(*response.outcome) : error_code();
+        detail::complete(executor, std::move(item->handler), code, std::move(response));
+    }
+
+    void cancel(RequestId id, bool late) {
+        const auto it = items.find(id);
+        if (it == items.end()) return;
+        auto& item = *it->second;
+        (late ? item.late : item.cancelled) = true;
+        const unsigned attempts = core.attempts(id);
+        switch (core.cancel(id)) {
+        case detail::SchedulerCore::Place::running:
+            item.cancel.emit(asio::cancellation_type::terminal);
+            break;
+        case detail::SchedulerCore::Place::waiting: {
+            Response response;
+            response.outcome = late ? Errc::timed_out : Errc::cancelled;
+            response.detail = late ? "not sent before its deadline" : "cancelled";
+            response.attempts = attempts;
+            finish(id, std::move(response), Clock::now());
+            pump_soon();
+            break;
+        }
+        case detail::SchedulerCore::Place::unknown: break;
+        }
+    }
+
+    std::vector<RequestId> all() const {
+        std::vector<RequestId> ids;
+        for (const auto& [id, item] : items) ids.push_back(id);
+        std::sort(ids.begin(), ids.end());
+        return ids;
+    }
+
+    void close(Errc outcome, std::string detail_text) {
+        closed = outcome;
+        closed_detail = std::move(detail_text);
+        for (const auto id : all()) {
+            const unsigned attempts = core.attempts(id);
+            if (core.cancel(id) != detail::SchedulerCore::Place::waiting) continue;
+            Response response;
+            response.outcome = closed;
+            response.detail = closed_detail;
+            response.attempts = attempts;
+            finish(id, std::move(response), Clock::now());
+        }
+    }
+
+    Backend& inner;
+    asio::any_io_executor executor;
+    BackendRow row;
+    detail::SchedulerCore core;
+    asio::steady_timer timer;
+    Clock::time_point armed = Clock::time_point::max();
+    std::unordered_map<RequestId, std::unique_ptr<Item>> items;
+    RequestId last_id = 0;
+    bool pump_posted = false;
+    std::optional<Errc> closed;
+    std::string closed_detail;
+};
+
+RequestScheduler::RequestScheduler(Backend& inner, PrefixPlanner& planner, BackendRow row,
+                                   SchedulerOptions options)
+    : impl_(std::make_shared<Impl>(inner, planner, std::move(row), options)) {}
+
+RequestScheduler::~RequestScheduler() { impl_->timer.cancel(); }
+
+asio::any_io_executor RequestScheduler::get_executor() noexcept { return impl_->executor; }
+
+void RequestScheduler::close(Errc outcome, std::string detail) {
+    impl_->close(outcome, std::move(detail));
+}
+
+void RequestScheduler::cancel() {
+    for (const auto id : impl_->all()) impl_->cancel(id, false);
+}
+
+SchedulerStats RequestScheduler::stats() const { return impl_->core.stats(Clock::now()); }
+
+void RequestScheduler::start_complete(Request request, TextSink on_text, Handler handler) {
+    impl_->submit(std::move(request), std::move(on_text), std::move(handler));
+}
+
+} // namespace evalrt

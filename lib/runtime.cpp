@@ -1,0 +1,206 @@
+#include "evalrt/runtime.hpp"
+
+#include "evalrt/detail/complete.hpp"
+#include "json_text.hpp"
+
+#include <boost/asio/as_tuple.hpp>
+#include <boost/asio/awaitable.hpp>
+#include <boost/asio/bind_cancellation_slot.hpp>
+#include <boost/asio/cancellation_signal.hpp>
+#include <boost/asio/co_spawn.hpp>
+#include <boost/asio/use_awaitable.hpp>
+
+#include <fmt/format.h>
+
+#include <stdexcept>
+
+namespace evalrt {
+namespace {
+
+std::string replaced(std::string text, std::string_view what, std::string_view with) {
+    for (auto at = text.find(what); at != text.npos; at = text.find(what, at + with.size()))
+        text.replace(at, what.size(), with);
+    return text;
+}
+
+// The end of the server's output says why it has ended.
+std::string last_lines(std::string_view output, std::size_t limit = 600) {
+    while (output.ends_with('\n')) output.remove_suffix(1);
+    if (output.size() > limit) {
+        output.remove_prefix(output.size() - limit);
+        if (const auto line = output.find('\n'); line != output.npos)
+            output.remove_prefix(line + 1);
+    }
+    return std::string(output);
+}
+
+} // namespace
+
+struct Runtime::Impl : std::enable_shared_from_this<Impl> {
+    Impl(asio::any_io_executor executor_, RuntimeOptions options_)
+        : executor(std::move(executor_)), options(std::move(options_)) {
+        if (options.row) {
+            row = *options.row;
+        } else if (const auto* found = find_backend_row(options.backend)) {
+            row = *found;
+        } else {
+            throw std::invalid_argument(fmt::format("unknown backend '{}'; known are {}",
+                                                    options.backend, backend_names()));
+        }
+        starts = options.url.empty();
+        if (starts && row.command.empty())
+            throw std::invalid_argument(
+                fmt::format("the backend {} needs the address of a running server: give --url "
+                            "http://HOST:PORT/v1",
+                            row.name));
+        if (starts && options.model.empty())
+            throw std::invalid_argument(
+                fmt::format("no model: give --model with the model that {} should load, or --url "
+                            "with the address of a server that runs",
+                            row.name));
+        if (!starts) parse_url(options.url);
+        if (options.max_in_flight > 0) row.in_flight = options.max_in_flight;
+        model = row.served_model.empty() ? options.model : row.served_model;
+        if (options.order == Order::planned)
+            planner = std::make_unique<RadixPlanner>(planner_options(row));
+        else
+            planner = std::make_unique<FifoPlanner>();
+    }
+
+    ServerCommand command() const {
+        ServerCommand it;
+        it.port = options.port;
+        it.startup_timeout = options.startup_timeout;
+        for (const auto& part : row.command)
+            it.argv.push_back(replaced(replaced(part, "{model}", options.model), "{context}",
+                                       std::to_string(options.max_context)));
+        if (!options.executable.empty()) it.argv.front() = options.executable;
+        it.argv.insert(it.argv.end(), options.server_args.begin(), options.server_args.end());
+        return it;
+    }
+
+    HttpOptions http_options() const {
+        HttpOptions it;
+        it.url = url;
+        it.api_key = options.api_key;
+        it.ca_file = options.ca_file;
+        it.model = model;
+        // A server that knows its model by one name only cannot do with another.
+        it.override_model = options.override_model || !row.served_model.empty();
+        it.limits = options.limits;
+        return it;
+    }
+
+    static Request one_token() {
+        Request request;
+        request.body = R"({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, )"
+                       R"("temperature": 0})";
+        return request;
+    }
+
+    auto token() {
+        return asio::bind_cancellation_slot(cancel.slot(), asio::as_tuple(asio::use_awaitable));
+    }
+
+    asio::awaitable<Failure> open() {
+        if (starts) {
+            process = std::make_unique<ServerProcess>(executor, command(), options.server_log);
+            auto [ec, detail] = co_await process->async_start(token());
+            if (ec) co_return Failure{ec, detail};
+            url = fmt::format("http://127.0.0.1:{}/v1", process->port());
+            http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
+            Request probe = one_token();
+            auto [ready_ec, ready_detail] =
+                co_await process->async_wait_ready(*http, std::move(probe), token());
+            if (ready_ec) co_return Failure{ready_ec, ready_detail};
+            watch();
+        } else {
+            url = options.url;
+            if (model.empty()) co_await find_model();
+            http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
+            Request probe = one_token();
+            auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
+            if (ec) co_return Failure{ec, response.detail};
+        }
+        auto scheduling = scheduler_options(row);
+        scheduling.retry = options.retry;
+        scheduler = std::make_unique<RequestScheduler>(*http, *planner, row, scheduling);
+        co_return Failure{};
+    }
+
+    // The server's own list; a server that has none gets bodies as they are.
+    asio::awaitable<void> find_model() {
+        HttpBackend asker(executor, row, http_options());
+        Request request;
+        request.endpoint = "/v1/models";
+        auto [ec, response] = co_await asker.async_complete(std::move(request), {}, token());
+        if (ec) co_return;
+        const auto list =
+            detail::elements(detail::member(detail::members(response.body), "data").value_or("[]"));
+        if (list.empty()) co_return;
+        model = detail::from_json_string(
+            detail::member(detail::members(list.front()), "id").value_or("\"\""));
+        if (list.size() > 1 && options.log)
+            options.log(fmt::format("the server lists {} models; bodies without one get '{}' "
+                                    "(choose with --model)",
+                                    list.size(), model));
+    }
+
+    void watch() {
+        process->async_wait_exit([weak = weak_from_this()](error_code ec, std::string how) {
+            auto self = weak.lock();
+            if (ec || !self || self->closing || !self->scheduler) return;
+            self->scheduler->close(Errc::exited,
+                                   fmt::format("the server has ended ({}); its last words: {}", how,
+                                               last_lines(self->process->last_output())));
+        });
+    }
+
+    asio::any_io_executor executor;
+    RuntimeOptions options;
+    BackendRow row;
+    bool starts = false;
+    bool closing = false;
+    std::string url, model;
+    asio::cancellation_signal cancel; // of the step of open() that runs
+    std::unique_ptr<PrefixPlanner> planner;
+    std::unique_ptr<ServerProcess> process;
+    std::unique_ptr<HttpBackend> http;
+    std::unique_ptr<RequestScheduler> scheduler;
+};
+
+Runtime::Runtime(asio::any_io_executor executor, RuntimeOptions options)
+    : impl_(std::make_shared<Impl>(std::move(executor), std::move(options))) {}
+
+Runtime::~Runtime() { impl_->closing = true; }
+
+void Runtime::open(Handler handler) {
+    detail::on_cancel(handler, [weak = std::weak_ptr(impl_)] {
+        if (auto impl = weak.lock()) impl->cancel.emit(asio::cancellation_type::terminal);
+    });
+    asio::co_spawn(impl_->executor, impl_->open(),
+                   [impl = impl_, handler = std::move(handler)](std::exception_ptr error,
+                                                                Failure failure) mutable {
+                       if (error) failure = {asio::error::no_memory, "out of memory"};
+                       if (failure) impl->process.reset();
+                       detail::complete(impl->executor, std::move(handler), failure.code,
+                                        std::move(failure.detail));
+                   });
+}
+
+void Runtime::close(asio::any_completion_handler<void(error_code)> handler) {
+    impl_->closing = true;
+    if (impl_->scheduler) impl_->scheduler->close(Errc::cancelled, "the runtime was closed");
+    if (!impl_->process) return detail::complete(impl_->executor, std::move(handler), error_code());
+    impl_->process->async_stop([impl = impl_, handler = std::move(handler)](error_code ec) mutable {
+        detail::complete(impl->executor, std::move(handler), ec);
+    });
+}
+
+RequestScheduler& Runtime::backend() { return *impl_->scheduler; }
+const BackendRow& Runtime::row() const { return impl_->row; }
+const std::string& Runtime::url() const { return impl_->url; }
+const std::string& Runtime::model() const { return impl_->model; }
+bool Runtime::running() const { return !impl_->process || impl_->process->running(); }
+
+} // namespace evalrt

@@ -15,6 +15,12 @@ Exits 0 only if nothing differs.
 PACKAGES = ["openai==1.109.1", "tenacity>=8.5.0", "overrides", "filelock==3.20.0"]
 PACKAGES_NO_DEPS = ["bfcl_eval==2026.3.23"]
 
+import sys
+
+if sys.argv[1:] == ["--packages"]:
+    print("\n".join(PACKAGES + [f"--no-deps {package}" for package in PACKAGES_NO_DEPS]))
+    sys.exit()
+
 import argparse
 import json
 import os
@@ -22,7 +28,6 @@ import random
 import re
 import socketserver
 import subprocess
-import sys
 import tempfile
 import threading
 import types

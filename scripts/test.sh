@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Configures, builds and runs the tests. Without arguments the quick set; `full` is everything;
+# labels choose: unit integration capi swift consumer real.
+set -euo pipefail
+. "$(dirname "$0")/setup.sh"
+
+full=no labels=()
+for argument in "$@"; do
+    case $argument in
+    full) full=yes ;;
+    unit | integration | capi | swift | consumer | real) labels+=("$argument") ;;
+    *) die "unknown label $argument; known are full unit integration capi swift consumer real" ;;
+    esac
+done
+[ ${#labels[@]} -gt 0 ] || labels=(unit integration capi swift consumer real)
+wanted() { [[ " ${labels[*]} " == *" $1 "* ]]; }
+skip() { say "SKIPPED $1: $2"; skipped+=("$1"); }
+skipped=() failed=()
+build_dir() { echo "$ROOT/build/$1"; }
+
+setup_build
+compiled='' # labels that ctest runs
+for label in unit integration consumer; do
+    if wanted $label; then compiled+="${compiled:+|}^$label\$"; fi
+done
+
+# ctest_preset PRESET LABELS
+ctest_preset() {
+    ctest --test-dir "$(build_dir "$1")" --output-on-failure -j2 -L "$2" || failed+=("$1: $2")
+}
+
+if [ -n "$compiled" ]; then
+    say "build and tests: dev (warnings are errors)"
+    build dev
+    ctest_preset dev "$compiled"
+fi
+
+# Sanitizers, on what runs concurrently or reads foreign bytes.
+sanitized=$(printf '%s' "$compiled" | tr '|' '\n' | grep -v consumer | paste -sd'|' || true)
+if [ -n "$sanitized" ]; then
+    say "build and tests: asan (addresses and undefined behaviour)"
+    build asan
+    ctest_preset asan "$sanitized"
+    if [ $full = yes ]; then
+        say "build and tests: tsan (threads)"
+        build tsan
+        ctest_preset tsan "$sanitized"
+    fi
+fi
+
+if [ $full = yes ]; then
+    if wanted unit; then
+        if on_mac || install_packages clang-14; then
+            say "build and tests: clang"
+            build clang
+            ctest_preset clang '^unit$'
+        fi
+    fi
+fi
+
+for label in capi swift; do
+    if wanted $label; then skip $label "there is no C interface yet"; fi
+done
+
+if wanted real; then
+    setup_engine
+    build release
+    build dev bfcl_bodies
+    wire=$(make_venv_for bfcl-wire "$ROOT/tests/real/bfcl_wire.py") || exit 2
+    say "real: the bytes of bfcl_eval's own client"
+    "$wire/bin/python" "$ROOT/tests/real/bfcl_wire.py" --data "$BFCL_DATA" \
+        --bodies "$(build_dir dev)/bin/bfcl_bodies" || failed+=("real: bfcl_wire")
+    say "real: mlx_lm.server"
+    "$ENGINE/bin/python" "$ROOT/scripts/make_model.py" "$ENGINE_MODEL-tools" \
+        --tools-template "$ROOT/tests/data/tool-chat-template.jinja" >&2
+    "$ENGINE/bin/python" "$ROOT/tests/real/mlx_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
+        --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" --data "$BFCL_DATA" || failed+=("real: mlx_server")
+    say "real: the main job"
+    "$ROOT/scripts/eval-throughput-smoke.sh" --cases 12 --max-tokens 64 --min-speedup 0 --out "$ROOT/build/smoke-test" &&
+        "$ENGINE/bin/python" "$ROOT/tests/real/check_report.py" "$ROOT/build/smoke-test/report.json" 12 ||
+        failed+=("real: smoke")
+fi
+
+[ ${#skipped[@]} -eq 0 ] || say "skipped: ${skipped[*]}"
+if [ ${#failed[@]} -gt 0 ]; then
+    for name in "${failed[@]}"; do say "FAILED $name"; done
+    exit 1
+fi
+say "all tests passed"

@@ -1,0 +1,321 @@
+#!/usr/bin/env python3
+"""The evalrt program from outside: what it prints, writes and returns, in good and bad cases.
+
+    program.py EVALRT_PROGRAM
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+EVALRT = os.path.abspath(sys.argv.pop(1))
+SERVER = Path(__file__).resolve().parent.parent / "support" / "fake_openai.py"
+
+
+def line(custom_id, question, **body):
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions",
+                       "body": {"messages": [{"role": "user", "content": question}], **body}})
+
+
+def children(marker):
+    """Processes whose command line has `marker` in it."""
+    out = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True).stdout
+    return [row for row in out.splitlines() if marker in row and "ps -axo" not in row]
+
+
+class Program(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.dir = Path(folder.name)
+        self.log = self.dir / "asked"
+        self.model = f"model-{os.getpid()}-{id(self)}"  # to find the server's process by
+
+    def tearDown(self):
+        self.assertEqual(children(self.model), [], "a server was left behind")
+
+    def start(self, *args, **more):
+        env = dict(os.environ, FAKE_OPENAI_LOG=str(self.log))
+        env.pop("OPENAI_API_KEY", None)
+        return subprocess.Popen([EVALRT, *map(str, args)], cwd=self.dir, env=env, text=True,
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, **more)
+
+    def run_program(self, *args, stdin=""):
+        process = self.start(*args)
+        out, err = process.communicate(stdin, timeout=60)
+        return process.returncode, out, err
+
+    def own_server(self, model=None):
+        return ("--backend", "mlx-server", "--executable", SERVER, "--model", model or self.model)
+
+    def suite(self, *lines):
+        path = self.dir / "suite.jsonl"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def asked(self):
+        rows = [json.loads(row) for row in self.log.read_text().splitlines()]
+        return [row for row in rows if row["body"].get("max_tokens") != 1]
+
+    def rows(self, text):
+        return [json.loads(row) for row in text.splitlines()]
+
+    # Good cases
+
+    def test_a_suite_is_answered_in_the_order_of_its_lines(self):
+        path = self.suite(*(line(f"q{i}", f"question {i}") for i in range(40)))
+        code, out, err = self.run_program("run", path, "-o", "out.jsonl", *self.own_server(),
+                                          "--json", "summary.json")
+        self.assertEqual(code, 0, err)
+        self.assertEqual(out, "")
+        rows = self.rows((self.dir / "out.jsonl").read_text())
+        self.assertEqual([row["custom_id"] for row in rows], [f"q{i}" for i in range(40)])
+        for i, row in enumerate(rows):
+            self.assertIsNone(row["error"])
+            self.assertEqual(row["response"]["status_code"], 200)
+            message = row["response"]["body"]["choices"][0]["message"]
+            self.assertEqual(message["content"].strip(), f"answer to question {i}")
+            self.assertEqual(row["evalrt"]["cached_tokens"], 20)
+            self.assertGreater(row["evalrt"]["first_text_ms"], 0)
+            self.assertFalse(row["evalrt"]["from_journal"])
+        self.assertFalse((self.dir / "out.jsonl.part").exists())
+        self.assertIn("prefix cached: 800 tokens", err)
+        summary = json.loads((self.dir / "summary.json").read_text())
+        self.assertEqual((summary["requests"], summary["answered"], summary["failed"]), (40, 40, 0))
+        self.assertEqual(summary["backend"], "mlx-server")
+        self.assertEqual(summary["model"], "default_model")
+        self.assertEqual(summary["server_version"], "fake-1.0")
+        self.assertEqual(summary["cached_tokens"]["actual"], 800)
+        self.assertIsNone(summary["bound_seconds"])
+        bodies = [row["body"] for row in self.asked()]
+        self.assertEqual({body["model"] for body in bodies}, {"default_model"})
+        self.assertLessEqual(max(row["in_flight"] for row in self.asked()), 16)
+
+    def test_standard_input_to_standard_output_and_bodies_alone(self):
+        body = json.dumps({"messages": [{"role": "user", "content": "bare"}]})
+        code, out, err = self.run_program("run", "-", *self.own_server(), "--quiet",
+                                          stdin=body + "\n" + line("named", "second") + "\n")
+        self.assertEqual(code, 0, err)
+        self.assertEqual([row["custom_id"] for row in self.rows(out)], ["1", "named"])
+        self.assertEqual(err, "")
+
+    def test_overrides_and_fix_ups_are_said_once_and_reach_the_server(self):
+        path = self.suite(*(line(f"q{i}", "x", seed=7, temperature=0, top_p=None, mine={"a": [1]})
+                            for i in range(5)))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(),
+                                        "--max-tokens", "5", "--limit", "3")
+        self.assertEqual(code, 0, err)
+        self.assertEqual(err.count('dropped "seed"'), 1)
+        self.assertEqual(err.count("--max-tokens"), 1)
+        bodies = [row["body"] for row in self.asked()]
+        self.assertEqual(len(bodies), 3)
+        for body in bodies:
+            self.assertNotIn("seed", body)
+            self.assertNotIn("top_p", body)
+            self.assertEqual(body["max_tokens"], 5)
+            self.assertEqual(body["mine"], {"a": [1]})
+
+    def test_parity_asks_a_sample_again(self):
+        path = self.suite(*(line(f"q{i}", f"{i}") for i in range(10)))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(), "--parity", "4",
+                                        "--json", "s.json")
+        self.assertEqual(code, 0, err)
+        parity = json.loads((self.dir / "s.json").read_text())["parity"]
+        self.assertEqual((parity["checked"], parity["identical"], parity["ids"]), (4, 4, []))
+        self.assertEqual(len(self.asked()), 14)
+
+    # Failures
+
+    def test_a_failed_item_is_reported_and_the_others_are_answered(self):
+        path = self.suite(line("good", "x"), line("bad", "fail"), line("good2", "y"))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(), "--json", "s")
+        self.assertEqual(code, 1)
+        self.assertIn("1 of 3 failed (1 rejected)", err)
+        self.assertIn("this one is refused", err)
+        rows = self.rows((self.dir / "o").read_text())
+        self.assertEqual(rows[1]["error"]["code"], "rejected")
+        self.assertIn("this one is refused", rows[1]["error"]["message"])
+        self.assertEqual(rows[1]["response"]["status_code"], 400)
+        self.assertEqual(rows[1]["evalrt"]["attempts"], 1)
+        self.assertEqual(json.loads((self.dir / "s").read_text())["failures"], {"rejected": 1})
+
+    def test_a_server_that_dies_in_the_run_is_said_and_keeps_what_was_answered(self):
+        path = self.suite(line("first", "x"), line("killer", "die"), line("after", "y"))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(),
+                                        "--max-in-flight", "1", "--order", "fifo")
+        self.assertEqual(code, 1, err)
+        rows = self.rows((self.dir / "o").read_text())
+        self.assertIsNone(rows[0]["error"])
+        self.assertEqual([row["error"]["code"] for row in rows[1:]], ["exited", "exited"])
+
+    def test_the_same_failure_everywhere_stops_the_run(self):
+        path = self.suite(*(line(f"q{i}", "fail") for i in range(60)))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server())
+        self.assertEqual(code, 5)
+        self.assertIn("everything fails the same way", err)
+        self.assertLess(len(self.asked()), 60)
+        self.assertFalse((self.dir / "o").exists())
+
+    # Bad input: exit code, words, nothing that looks like a result
+
+    def refused(self, code, words, *args, stdin=""):
+        got, out, err = self.run_program(*args, stdin=stdin)
+        self.assertEqual(got, code, err)
+        self.assertIn(words, err)
+        self.assertEqual(out, "")
+        self.assertEqual([p.name for p in self.dir.iterdir() if p.name.startswith("out")], [])
+        return err
+
+    def test_an_unknown_backend_names_those_that_are_known(self):
+        path = self.suite(line("a", "x"))
+        err = self.refused(2, "unknown backend 'vllm'", "run", path, "-o", "out", "--backend",
+                           "vllm", "--model", "m")
+        self.assertIn("tinygpt, mlx-server, openai-url", err)
+
+    def test_a_missing_model_says_how_to_give_one(self):
+        self.refused(2, "give --model", "run", self.suite(line("a", "x")), "-o", "out",
+                     "--backend", "mlx-server")
+
+    def test_a_missing_url_says_how_to_give_one(self):
+        self.refused(2, "--url", "run", self.suite(line("a", "x")), "-o", "out", "--backend",
+                     "openai-url")
+
+    def test_a_line_that_is_not_json_is_named(self):
+        lines = [line(f"q{i}", "x") for i in range(20)]
+        lines[16] = '{"custom_id": "broken"'
+        self.refused(2, "line 17", "run", self.suite(*lines), "-o", "out", *self.own_server())
+
+    def test_invalid_lines_can_be_skipped_and_count_as_failed(self):
+        path = self.suite(line("a", "x"), "nonsense", line("b", "y"))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(),
+                                        "--skip-invalid")
+        self.assertEqual(code, 1, err)
+        rows = self.rows((self.dir / "o").read_text())
+        self.assertEqual(len(rows), 3)
+        self.assertIn("line 2", rows[1]["error"]["message"])
+        self.assertIsNone(rows[2]["error"])
+
+    def test_an_empty_file_is_no_suite(self):
+        path = self.dir / "suite.jsonl"
+        path.write_text("\n\n")
+        self.refused(2, "has no requests", "run", path, "-o", "out", *self.own_server())
+
+    def test_duplicate_custom_ids_are_named(self):
+        path = self.suite(line("a", "x"), line("b", "x"), line("a", "y"))
+        err = self.refused(2, 'the custom_id "a" stands in line 1', "run", path, "-o", "out",
+                           *self.own_server())
+        self.assertIn("line 3", err)
+
+    def test_a_missing_file_and_a_folder_are_no_suite(self):
+        self.refused(2, "cannot open", "run", "nowhere.jsonl", "-o", "out", *self.own_server())
+        self.refused(2, "is a folder", "run", self.dir, "-o", "out", *self.own_server())
+
+    def test_an_output_folder_that_is_not_there_is_said_before_anything_runs(self):
+        self.refused(2, "cannot write", "run", self.suite(line("a", "x")), "-o", "no/out",
+                     *self.own_server())
+        self.assertFalse(self.log.exists())
+
+    def test_answers_of_an_interrupted_run_are_not_overwritten(self):
+        (self.dir / "o.part").write_text("precious\n")
+        code, _, err = self.run_program("run", self.suite(line("a", "x")), "-o", "o",
+                                        *self.own_server())
+        self.assertEqual(code, 2)
+        self.assertIn("o.part is there already", err)
+        self.assertEqual((self.dir / "o.part").read_text(), "precious\n")
+
+    def test_unknown_options_and_values_are_usage_errors(self):
+        path = self.suite(line("a", "x"))
+        self.refused(2, "--wrong", "run", path, "-o", "out", "--wrong")
+        self.refused(2, "--max-in-flight", "run", path, "-o", "out", *self.own_server(),
+                     "--max-in-flight", "many")
+        self.refused(2, "subcommand", "")
+
+    def test_a_server_that_dies_while_loading_says_why(self):
+        err = self.refused(3, "ValueError: no such model", "run", self.suite(line("a", "x")), "-o",
+                           "out", *self.own_server("dies-while-loading"))
+        self.assertIn("exit status 3", err)
+
+    def test_a_program_that_is_not_there_says_what_to_do(self):
+        self.refused(3, "--executable", "run", self.suite(line("a", "x")), "-o", "out",
+                     "--backend", "mlx-server", "--model", "m", "--executable", "/no/such/server")
+
+    def test_a_port_in_use_is_named(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            self.refused(3, f"port {port} is in use", "run", self.suite(line("a", "x")), "-o",
+                         "out", *self.own_server(), "--port", port)
+
+    def test_a_url_where_nothing_answers_is_said(self):
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            port = unused.getsockname()[1]
+        self.refused(3, "cannot connect", "run", self.suite(line("a", "x")), "-o", "out",
+                     "--backend", "openai-url", "--url", f"http://127.0.0.1:{port}/v1")
+
+    def test_a_wrong_key_is_said_before_the_run(self):
+        self.refused(3, "Incorrect API key", "run", self.suite(line("a", "x")), "-o", "out",
+                     *self.own_server("wrong-key"))
+
+    # Interruption
+
+    def interrupted(self, signal_number):
+        lines = [line("quick", "x")] + [line(f"slow{i}", f"sleep 30 {i}") for i in range(20)]
+        process = self.start("run", self.suite(*lines), "-o", "o", *self.own_server())
+        deadline = time.monotonic() + 30
+        part = self.dir / "o.part"
+        while time.monotonic() < deadline and not (part.exists() and part.read_text()):
+            time.sleep(0.05)
+        process.send_signal(signal_number)
+        begin = time.monotonic()
+        _, err = process.communicate(timeout=20)
+        return process.returncode, err, time.monotonic() - begin
+
+    def test_an_interruption_ends_within_a_second_and_keeps_what_was_answered(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(signal=number):
+                code, err, seconds = self.interrupted(number)
+                self.assertEqual(code, 130, err)
+                self.assertLess(seconds, 1 if "SANITIZED" not in os.environ else 5)
+                self.assertIn("interrupted: 1 of 21 answered", err)
+                self.assertIn("o.part", err)
+                rows = self.rows((self.dir / "o.part").read_text())
+                self.assertEqual([row["custom_id"] for row in rows], ["quick"])
+                self.assertFalse((self.dir / "o").exists(), "looks whole, but is not")
+                (self.dir / "o.part").unlink()
+
+    def test_a_killed_program_leaves_no_server(self):
+        code, _, _ = self.interrupted(signal.SIGKILL)
+        self.assertEqual(code, -9)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and children(self.model):
+            time.sleep(0.05)
+
+    def test_an_interruption_while_the_server_loads_leaves_nothing(self):
+        process = self.start("run", self.suite(line("a", "x")), "-o", "o", "--backend",
+                             "mlx-server", "--executable", "/bin/sleep", "--model", "m",
+                             "--server-arg", "60")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+        self.assertIn(process.returncode, (130, 3))
+        self.assertEqual(sorted(p.name for p in self.dir.iterdir()), ["suite.jsonl"])
+
+    def test_the_backends_are_listed(self):
+        code, out, _ = self.run_program("backends")
+        self.assertEqual(code, 0)
+        self.assertIn("mlx-server", out)
+        self.assertIn("tinygpt serve {model} --host 127.0.0.1 --port {port}", out)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""The evalrt program against the real mlx_lm.server with a real small model.
+
+    mlx_server.py --evalrt PROGRAM --server PROGRAM --model FOLDER --data BFCL_DATA
+
+FOLDER-tools is the same model with a chat template that makes it call tools.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import urllib.request
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+for name in ("--evalrt", "--server", "--model", "--data"):
+    parser.add_argument(name, required=True)
+args, rest = parser.parse_known_args()
+SERVER = ["--backend", "mlx-server", "--executable", args.server]
+
+
+def servers(model):
+    out = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True).stdout
+    return [row for row in out.splitlines() if f"--model {model} " in row and "evalrt " not in row]
+
+
+def line(custom_id, question, **body):
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 16,
+            **body}
+    return json.dumps({"custom_id": custom_id, "url": "/v1/chat/completions", "body": body})
+
+
+class RealServer(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.dir = Path(folder.name)
+
+    def tearDown(self):
+        self.assertEqual(servers(args.model), [], "a server was left behind")
+
+    def program(self, *arguments):
+        return subprocess.Popen([args.evalrt, *map(str, arguments)], cwd=self.dir, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def finished(self, *arguments):
+        process = self.program(*arguments)
+        out, err = process.communicate(timeout=300)
+        return process.returncode, out, err
+
+    def run_lines(self, lines, *arguments, model=args.model):
+        (self.dir / "suite").write_text("\n".join(lines) + "\n")
+        code, out, err = self.finished("run", "suite", *SERVER, "--model", model, *arguments)
+        return code, {row["custom_id"]: row for row in map(json.loads, out.splitlines())}, err
+
+    def test_batched_answers_of_real_rows_are_compared_with_sequential_ones(self):
+        answers = {}
+        for name, more in (("one", ["--max-in-flight", "1", "--order", "fifo"]), ("many", [])):
+            code, _, err = self.finished(
+                "bfcl", "simple_python", "--bfcl-data", args.data, "--limit", "12", "--max-tokens",
+                "32", "--temperature", "0", *SERVER, "--model", args.model, "--result-dir", name,
+                "--json", f"{name}.json", *more)
+            self.assertEqual(code, 0, err)
+            path, = (self.dir / name).rglob("BFCL_v4_simple_python_result.json")
+            rows = [json.loads(row) for row in path.read_text().splitlines()]
+            self.assertEqual([row["id"] for row in rows], [f"simple_python_{i}" for i in range(12)])
+            answers[name] = {row["id"]: row["result"] for row in rows}
+            summary = json.loads((self.dir / f"{name}.json").read_text())
+            # Every prompt begins with the same 1,047 characters.
+            self.assertGreater(summary["cached_tokens"]["actual"], 11 * 200)
+        same = sum(answers["one"][i] == answers["many"][i] for i in answers["one"])
+        print(f"the same answer: {same} of 12", file=sys.stderr)
+        # Not promised, but a client that mixes answers up would get none right.
+        self.assertGreaterEqual(same, 6)
+
+    def test_a_real_answer_is_right_and_measured(self):
+        code, rows, err = self.run_lines([line("a", "What is the capital of France?")])
+        self.assertEqual(code, 0, err)
+        body = rows["a"]["response"]["body"]
+        self.assertIn("Paris", body["choices"][0]["message"]["content"])
+        self.assertEqual(body["usage"]["completion_tokens"], rows["a"]["evalrt"]["completion_tokens"])
+        self.assertIsNotNone(rows["a"]["evalrt"]["cached_tokens"])
+        self.assertRegex(err, r"prefix cached: \d+ tokens")
+
+    def test_a_seed_at_temperature_zero_does_not_keep_requests_apart(self):
+        lines = [line(f"q{i}", f"Name a colour. {i}", seed=1234) for i in range(8)]
+        code, rows, err = self.run_lines(lines, "--json", "s")
+        self.assertEqual(code, 0, err)
+        self.assertEqual(err.count('dropped "seed"'), 1)
+        self.assertEqual(len(rows), 8)
+
+    def test_a_streamed_tool_call_is_the_same_as_one_that_was_not_streamed(self):
+        tools = [{"type": "function", "function": {
+            "name": "get_weather", "description": "Weather of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
+        ask = {"tools": tools, "max_tokens": 60}
+        question = "What is the weather in Paris?"
+        code, rows, err = self.run_lines(
+            [line("streamed", question, **ask), line("whole", question, stream=False, **ask)],
+            model=args.model + "-tools")
+        self.assertEqual(code, 0, err)
+        calls = []
+        for name in ("streamed", "whole"):
+            choice, = rows[name]["response"]["body"]["choices"]
+            self.assertEqual(choice["finish_reason"], "tool_calls")
+            call, = choice["message"]["tool_calls"]
+            calls.append((call["type"], call["function"]["name"],
+                          json.loads(call["function"]["arguments"])))
+        self.assertEqual(calls[0], ("function", "get_weather", {"city": "Paris"}))
+        self.assertEqual(calls[0], calls[1])
+
+    def test_a_body_that_the_server_hangs_up_on_fails_alone(self):
+        code, rows, err = self.run_lines(
+            [line("good", "Say hello."), line("bad", "Say hello.", temperature="hot"),
+             line("good too", "Say goodbye.")])
+        self.assertEqual(code, 1, err)
+        self.assertIsNone(rows["good"]["error"])
+        self.assertIsNone(rows["good too"]["error"])
+        self.assertIn(rows["bad"]["error"]["code"], ("unreachable", "rejected"))
+
+    def test_a_model_that_is_not_there_ends_the_start_with_the_servers_words(self):
+        code, out, err = self.finished("run", "-", *SERVER, "--model", "/no/such/model", "--quiet")
+        self.assertEqual(code, 2)  # nothing on standard input
+        (self.dir / "suite").write_text(line("a", "x"))
+        code, out, err = self.finished("run", "suite", *SERVER, "--model", "/no/such/model",
+                                       "-o", "out")
+        self.assertEqual(code, 3, err)
+        self.assertEqual(out, "")
+        self.assertFalse(list(self.dir.glob("out*")))
+        self.assertEqual(servers("/no/such/model"), [])
+
+    def stopped(self, number):
+        lines = [line(f"q{i}", f"Tell a long story about the number {i}.", max_tokens=400)
+                 for i in range(40)] + [line("short", "Hi", max_tokens=1)]
+        (self.dir / "suite").write_text("\n".join(lines))
+        process = self.program("run", "suite", "-o", "out", *SERVER, "--model", args.model,
+                               "--order", "fifo", "--max-in-flight", "41")
+        part = self.dir / "out.part"
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (part.exists() and part.stat().st_size):
+            time.sleep(0.05)
+        process.send_signal(number)
+        begin = time.monotonic()
+        _, err = process.communicate(timeout=30)
+        return process.returncode, err, time.monotonic() - begin
+
+    def test_ctrl_c_ends_in_a_second_with_what_was_answered(self):
+        code, err, seconds = self.stopped(signal.SIGINT)
+        self.assertEqual(code, 130, err)
+        self.assertLess(seconds, 2)  # a second; the machine is busy with the server's last step
+        rows = [json.loads(row) for row in (self.dir / "out.part").read_text().splitlines()]
+        self.assertIn("short", [row["custom_id"] for row in rows])
+        self.assertFalse((self.dir / "out").exists())
+
+    def test_killing_us_kills_the_server(self):
+        code, _, _ = self.stopped(signal.SIGKILL)
+        self.assertEqual(code, -9)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and servers(args.model):
+            time.sleep(0.05)
+
+    def test_a_server_that_runs_already_is_used_and_left_alone(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        server = subprocess.Popen([args.server, "--model", args.model, "--port", str(port)],
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                  start_new_session=True)
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            (self.dir / "suite").write_text(line("a", "What is the capital of France?"))
+            for backend in ("mlx-server", "openai-url"):
+                code, out, err = self.finished("run", "suite", "--backend", backend, "--url",
+                                               f"http://127.0.0.1:{port}/v1")
+                self.assertEqual(code, 0, err)
+                self.assertIn("Paris", out)
+            self.assertIsNone(server.poll())
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *rest])

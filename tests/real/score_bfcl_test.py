@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Checks scripts/score_bfcl.py on result files made from the possible answers.
+
+Of each single-turn category, in both modes: right answers, altered ones, ones that cannot be decoded,
+and rows that tell of an error. Run by the Python that has what `score_bfcl.py --packages` prints.
+
+    score_bfcl_test.py [--data DIR]
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "score_bfcl.py"
+CATEGORIES = """simple_python simple_java simple_javascript multiple parallel parallel_multiple
+    live_simple live_multiple live_parallel live_parallel_multiple""".split()
+RELEVANCE = ["irrelevance", "live_irrelevance", "live_relevance"]
+
+GARBAGE = {
+    "prompt": ["", "I am glad to help you with that.", "[f(", "[" * 300, "null", "[1, 2]", None,
+               '{"name": "f", "arguments": {}}', "```python\nprint(1)\n```\ndone", "f(a=1", "\0"],
+    "fc": ["", "I am glad to help you with that.", None, [], [{}], [{"f": "{\"a\": "}], [{"f": ""}],
+           [{"f": "[1]"}], [{"f": "null"}], "[f(a=1)]"],
+}
+ERRORS = [{"result": "Error during inference: Connection error.", "traceback": "Traceback ..."},
+          {"result": "Error during inference: Error code: 429"},
+          {"result": "", "traceback": "Traceback ..."}]
+
+passed = failed = 0
+
+
+def check(what, expected, got):
+    global passed, failed
+    if expected == got:
+        passed += 1
+        return
+    failed += 1
+    if failed <= 20:
+        print(f"FAILED {what}: expected {expected!r}, got {got!r}")
+
+
+def run(*args):
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def value_of(acceptable):
+    """One of the acceptable values; inside of a dict each value is again a list of them."""
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(next(one for one in ones if one != ""))
+                    for key, ones in value.items() if any(one != "" for one in ones)}
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return value
+    return plain(next(one for one in acceptable if one != ""))
+
+
+def calls_of(truth):
+    """[(name, {parameter: value})] that the possible answers accept."""
+    return [(name, {parameter: value_of(acceptable) for parameter, acceptable in parameters.items()
+                    if any(one != "" for one in acceptable)})
+            for call in truth for name, parameters in call.items()]
+
+
+def source(value, language):
+    """A value of a Java or JavaScript call, as it stands in the call and as a string of its own."""
+    if isinstance(value, bool):
+        return (str(value).lower(),) * 2
+    if isinstance(value, str):
+        return f'"{value}"', value
+    return (repr(value),) * 2
+
+
+def writable(calls, functions):
+    """Whether source() can write these: no collections, nothing to escape, numbers without suffix."""
+    types = functions[0]["parameters"]["properties"]
+    return all(isinstance(value, (bool, int, float)) and types[parameter]["type"] in
+               ("boolean", "Boolean", "integer", "double", "float") and types[parameter] != "any"
+               or isinstance(value, str) and value.isascii() and value.isprintable()
+               and not set(value) & set("\"'\\") and types[parameter]["type"] in ("String", "any")
+               for _, parameters in calls for parameter, value in parameters.items())
+
+
+def answer(calls, mode, language):
+    """The calls as the model would have answered."""
+    if mode == "fc":
+        return [{name.replace(".", "_"): json.dumps(
+            {key: value if language == "python" else source(value, language)[1]
+             for key, value in parameters.items()})} for name, parameters in calls]
+    return "[" + ", ".join(
+        name + "(" + ", ".join(
+            f"{key}={value!r}" if language == "python" else f"{key}={source(value, language)[0]}"
+            for key, value in parameters.items()) + ")" for name, parameters in calls) + "]"
+
+
+def altered(calls, how):
+    """Calls that cannot be right any more; nothing if that is not to be had from these."""
+    calls = [(name, dict(parameters)) for name, parameters in calls]
+    name, parameters = calls[-1]
+    if how == "name":
+        calls[-1] = (name + "_", parameters)
+    elif how == "count":
+        calls.append(calls[-1])
+    elif how == "unexpected":
+        parameters["no_such_parameter"] = 1
+    elif how == "missing":
+        calls.pop()
+    elif how == "value":
+        for key, value in parameters.items():
+            if isinstance(value, str):
+                parameters[key] = "no such value"
+                return calls
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                parameters[key] = value + 987654
+                return calls
+        return None
+    return calls
+
+
+class File:
+    """A result file in the making, and the verdicts it should get."""
+
+    def __init__(self, scratch, category, mode, data):
+        self.path = Path(scratch) / f"BFCL_v4_{category}_result.json"
+        self.category, self.mode, self.data = category, mode, data
+        self.rows, self.expected = [], {}
+
+    def add(self, id, row, expected):
+        self.rows.append({"id": id, **row})
+        self.expected[id] = expected
+
+    def check(self):
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        done = run("--category", self.category, "--mode", self.mode, "--data", self.data, self.path)
+        if done.returncode:
+            check(f"{self.category} {self.mode}", 0, (done.returncode, done.stderr))
+            return
+        scores = json.loads(done.stdout)
+        before = failed
+        for id, expected in self.expected.items():
+            row = next(row for row in self.rows if row["id"] == id) if \
+                scores["per_item"].get(id, "none") != expected else None
+            check(f"{self.mode} {row}", expected, scores["per_item"].get(id, "none"))
+        verdicts = [one for one in self.expected.values() if one is not None]
+        check(f"{self.category} {self.mode}: correct and total and ids",
+              [sum(verdicts), len(verdicts), list(self.expected)],
+              [scores["correct"], scores["total"], list(scores["per_item"])])
+        print(f"{self.category} {self.mode}: {len(self.rows)} rows, {failed - before} wrong",
+              flush=True)
+
+
+def made_files(scratch, data, category, mode):
+    """Two files that hold, of every item, the right answer and something else."""
+    language = "java" if category.endswith("java") else \
+        "javascript" if category.endswith("javascript") else "python"
+    right, wrong = File(scratch, category, mode, data), File(scratch, category, mode, data)
+    prompts = read(data / f"BFCL_v4_{category}.json")
+    answers = read(data / "possible_answer" / f"BFCL_v4_{category}.json")
+    for index, (prompt, truth) in enumerate(zip(prompts, answers)):
+        id, calls = prompt["id"], calls_of(truth["ground_truth"])
+        if language != "python" and not writable(calls, prompt["function"]):
+            continue
+        right.add(id, {"result": answer(calls, mode, language)}, True)
+        kind = index // 3
+        if index % 3 == 0:
+            how = ["name", "count", "unexpected", "missing", "value"][kind % 5]
+            other = altered(calls, how) or altered(calls, "name")
+            wrong.add(id, {"result": answer(other, mode, language)}, False)
+        elif index % 3 == 1:
+            wrong.add(id, {"result": GARBAGE[mode][kind % len(GARBAGE[mode])]}, False)
+        else:
+            wrong.add(id, ERRORS[kind % len(ERRORS)], None)
+    return right, wrong
+
+
+def made_relevance(scratch, data, category, mode):
+    file = File(scratch, category, mode, data)
+    for index, prompt in enumerate(read(data / f"BFCL_v4_{category}.json")):
+        kind = index // 3
+        if index % 3 == 0:
+            called = [("f", {"a": 1}), ("a.b", {"c": "d"})][:1 + kind % 2]
+            file.add(prompt["id"], {"result": answer(called, mode, "python")},
+                     category == "live_relevance")
+        elif index % 3 == 1:
+            garbage = [one for one in GARBAGE[mode]]
+            file.add(prompt["id"], {"result": garbage[kind % len(garbage)]},
+                     category != "live_relevance")
+        else:
+            file.add(prompt["id"], ERRORS[kind % len(ERRORS)], None)
+    return file
+
+
+def check_files(scratch, data):
+    """Partial, repeated, cut off, of something else; and the mode found out."""
+    path = Path(scratch) / "result.json"
+    right = '{"id": "simple_python_0", "result": "[calculate_triangle_area(base=10, height=5)]"}\n'
+    wrong = '{"id": "simple_python_0", "result": "[calculate_triangle_area(base=1, height=5)]"}\n'
+    tool = json.dumps({"id": "simple_python_0", "result":
+                       [{"calculate_triangle_area": '{"base": 10, "height": 5}'}]}) + "\n"
+    dotted = json.dumps({"id": "simple_python_2", "result": [{"math_hypot": '{"x": 4, "y": 5}'}]})
+    # Odd answers: for the checker the first cannot be told in time, the second prints along.
+    endless = '{"id": "simple_python_1", "result": "[math.factorial(number=9**9**9)]"}\n'
+    prints = '{"id": "simple_python_1", "result": "[math.factorial(number=4 + int(print() is None))]"}'
+    for what, text, expected in [
+            ("no row", "", {}),
+            ("one row", right, {"simple_python_0": True}),
+            ("no end of line", right.strip(), {"simple_python_0": True}),
+            ("the last row counts", right + wrong, {"simple_python_0": False}),
+            ("the last row counts", wrong + right, {"simple_python_0": True}),
+            ("cut off", right + '{"id": "simple_python_1", "resu', {"simple_python_0": True}),
+            ("cut off in a letter", right.encode() + b'{"id": "simple_python_1", "result": "\xc3',
+             {"simple_python_0": True}),
+            ("tool calls", tool + dotted, {"simple_python_0": True, "simple_python_2": True}),
+            ("no result", '{"id": "simple_python_0"}\n', {"simple_python_0": None}),
+            ("prints", prints, {"simple_python_1": True}),
+            ("endless", endless + right, {"simple_python_1": None, "simple_python_0": True}),
+    ]:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        done = run("--category", "simple_python", "--data", data, path)
+        verdicts = [one for one in expected.values() if one is not None]
+        check(what, json.dumps({"correct": sum(verdicts), "total": len(verdicts),
+                                "per_item": expected}) + "\n",
+              done.stdout if done.returncode == 0 else done.stderr)
+    for what, category, text in [("other category", "simple_java", right),
+                                 ("no such category", "multi_turn_base", right),
+                                 ("not JSON", "simple_python", "{\n" + right),
+                                 ("no row", "simple_python", "[]\n" + right)]:
+        path.write_text(text)
+        done = run("--category", category, "--data", data, path)
+        check(what, [2, "", 1], [done.returncode, done.stdout, done.stderr.count("\n")])
+    check("no file", 2, run("--category", "multiple", "--data", data, scratch + "/none").returncode)
+    check("no data", 2, run("--category", "multiple", "--data", scratch, path).returncode)
+    listed = subprocess.run([sys.executable, "-S", str(SCRIPT), "--packages"], text=True,
+                            stdout=subprocess.PIPE).stdout.splitlines()
+    check("packages", [True, ["--no-deps bfcl_eval==2026.3.23"]],
+          ["tree_sitter==0.21.3" in listed, [line for line in listed if line[0] == "-"]])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", help="bfcl_eval's data; default: the package's own")
+    args = parser.parse_args()
+    if args.data:
+        data = Path(args.data).resolve()
+    else:
+        package = importlib.util.find_spec("bfcl_eval")
+        if not package:
+            sys.exit("bfcl_eval is not installed here; see scripts/score_bfcl.py --packages")
+        data = Path(package.origin).parent / "data"
+
+    with tempfile.TemporaryDirectory() as scratch:
+        for mode in ("prompt", "fc"):
+            for category in CATEGORIES:
+                for file in made_files(scratch, data, category, mode):
+                    file.check()
+            for category in RELEVANCE:
+                made_relevance(scratch, data, category, mode).check()
+        check_files(scratch, data)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

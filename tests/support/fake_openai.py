@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""A model server for tests of the program: starts like mlx_lm.server, answers at once.
+
+What it does wrong depends on the name of the model, what it answers on the question. Standard
+library only. Prints what it is asked to the file named in FAKE_OPENAI_LOG, a JSON object a line.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--host", default="127.0.0.1")
+parser.add_argument("--port", type=int, required=True)
+args = parser.parse_args()
+
+if args.model == "dies-while-loading":
+    print("loading weights\nValueError: no such model in this folder", file=sys.stderr, flush=True)
+    sys.exit(3)
+
+lock = threading.Lock()
+running = 0
+
+
+def log(entry):
+    if path := os.environ.get("FAKE_OPENAI_LOG"):
+        with lock, open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status, body, kind="application/json"):
+        data = body.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.answer(200, json.dumps({"object": "list", "data": [{"id": args.model}]}))
+
+    def do_POST(self):
+        global running
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        with lock:
+            running += 1
+            now = running
+        log({"path": self.path, "body": body, "in_flight": now})
+        try:
+            self.reply(body, question)
+        finally:
+            with lock:
+                running -= 1
+
+    def reply(self, body, question):
+        if question == "fail":
+            return self.answer(400, json.dumps({"error": {"message": "this one is refused"}}))
+        if question == "die":
+            os._exit(9)
+        if "sleep" in question:
+            time.sleep(float(question.split()[1]))
+        if args.model == "wrong-key":
+            return self.answer(401, json.dumps({"error": {"message": "Incorrect API key"}}))
+        text = f"answer to {question}"
+        usage = {"prompt_tokens": 40, "completion_tokens": len(text.split()),
+                 "prompt_tokens_details": {"cached_tokens": 20}}
+        head = {"id": "chatcmpl-1", "model": body.get("model"), "created": 1,
+                "system_fingerprint": "fake-1.0"}
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": text}
+            return self.answer(200, json.dumps(
+                head | {"object": "chat.completion", "usage": usage,
+                        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for word in text.split(" "):
+            delta = {"role": "assistant", "content": word + " "}
+            self.event(head | {"object": "chat.completion.chunk",
+                               "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        self.event(head | {"object": "chat.completion.chunk",
+                           "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            self.event(head | {"object": "chat.completion", "choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, data):
+        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 5  # as mlx_lm.server
+    daemon_threads = True
+
+
+Server((args.host, args.port), Handler).serve_forever()

@@ -157,7 +157,10 @@ public:
         }
         if ((error_ = error_of(chunk))) return piece;
         if (string_of(chunk["model"]) == "keepalive") return piece; // oMLX: no answer yet
-        if (head_.empty()) read_head(data);
+        if (head_.empty()) {
+            read_head(data);
+            id_ = string_of(chunk["id"]);
+        }
         if (event_usage(chunk)) usage_text_ = usage_member(data);
         dom::array choices;
         if (chunk["choices"].get(choices)) return piece;
@@ -189,6 +192,7 @@ public:
         for (const auto& [name, value] : first.texts)
             if (name == (chat_ ? "content" : "text")) response.text = value;
         response.finish_reason = first.finish_reason;
+        response.request_id = id_;
         response.body = body();
     }
 
@@ -390,7 +394,7 @@ private:
 
     const bool chat_;
     dom::parser parser_;
-    std::string head_, usage_text_, text_;
+    std::string head_, id_, usage_text_, text_;
     std::map<std::int64_t, Choice> choices_;
     Usage usage_;
     std::optional<ServerError> error_;

@@ -30,12 +30,19 @@ RadixPlanner::Options planner_options(const BackendRow& row) {
 
 struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     struct Item {
+        // Boost 1.81 recurses without end when an any_completion_handler is assigned to: it is
+        // only ever constructed and moved from.
+        Item(Request request_, TextSink on_text_, Handler handler_, Clock::time_point now)
+            : request(std::move(request_)), on_text(std::move(on_text_)),
+              handler(std::move(handler_)), submitted(now) {}
+
         Request request;
         TextSink on_text;
         Handler handler;
         asio::cancellation_signal cancel; // of the attempt that runs
         Clock::time_point submitted, sent;
         Pick pick;
+        Response last; // of an attempt that was not the last one
         bool delivered = false; // text of the running attempt has reached the caller
         bool cancelled = false;
         bool late = false;
@@ -58,11 +65,11 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
                                     std::move(response));
         }
         const RequestId id = ++last_id;
-        auto& item = *items.emplace(id, std::make_unique<Item>()).first->second;
-        item.request = std::move(request);
-        item.on_text = std::move(on_text);
-        item.handler = std::move(handler);
-        item.submitted = now;
+        auto& item = *items
+                          .emplace(id, std::make_unique<Item>(std::move(request),
+                                                              std::move(on_text),
+                                                              std::move(handler), now))
+                          .first->second;
         detail::on_cancel(item.handler, [weak = weak_from_this(), id] {
             if (auto self = weak.lock()) self->cancel(id, false);
         });
@@ -130,7 +137,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         core.first_text(id, Clock::now());
         auto& item = *it->second;
         if (item.on_text && item.request.stream && !item.cancelled && !item.late) {
-            item.delivered = true;
+            item.delivered |= !piece.empty();
             item.on_text(piece);
         }
         pump_soon();
@@ -153,7 +160,13 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             }
         }
         response.attempts = core.attempts(id) + 1;
-        if (core.ended(id, response, item.delivered, now)) finish(id, std::move(response), now);
+        // After close() nothing is made again.
+        if (core.ended(id, response, item.delivered || closed, now)) {
+            finish(id, std::move(response), now);
+        } else {
+            response.attempts = core.attempts(id);
+            item.last = std::move(response);
+        }
         pump_soon();
     }
 
@@ -187,22 +200,30 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         if (it == items.end()) return;
         auto& item = *it->second;
         (late ? item.late : item.cancelled) = true;
-        const unsigned attempts = core.attempts(id);
         switch (core.cancel(id)) {
         case detail::SchedulerCore::Place::running:
             item.cancel.emit(asio::cancellation_type::terminal);
             break;
-        case detail::SchedulerCore::Place::waiting: {
-            Response response;
-            response.outcome = late ? Errc::timed_out : Errc::cancelled;
-            response.detail = late ? "not sent before its deadline" : "cancelled";
-            response.attempts = attempts;
-            finish(id, std::move(response), Clock::now());
-            pump_soon();
+        case detail::SchedulerCore::Place::waiting:
+            if (!late)
+                give_up(id, Errc::cancelled, "cancelled");
+            else if (item.sent == Clock::time_point{})
+                give_up(id, Errc::timed_out, "not sent before its deadline");
+            else
+                give_up(id, Errc::timed_out, "not answered before its deadline");
             break;
-        }
         case detail::SchedulerCore::Place::unknown: break;
         }
+    }
+
+    // One that does not run ends here, with what is known of its last attempt.
+    void give_up(RequestId id, Errc outcome, std::string why) {
+        Response response = std::move(items.at(id)->last);
+        response.outcome = outcome;
+        if (!response.detail.empty()) why += "; its last attempt: " + response.detail;
+        response.detail = std::move(why);
+        finish(id, std::move(response), Clock::now());
+        pump_soon();
     }
 
     std::vector<RequestId> all() const {
@@ -215,15 +236,9 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     void close(Errc outcome, std::string detail_text) {
         closed = outcome;
         closed_detail = std::move(detail_text);
-        for (const auto id : all()) {
-            const unsigned attempts = core.attempts(id);
-            if (core.cancel(id) != detail::SchedulerCore::Place::waiting) continue;
-            Response response;
-            response.outcome = closed;
-            response.detail = closed_detail;
-            response.attempts = attempts;
-            finish(id, std::move(response), Clock::now());
-        }
+        for (const auto id : all())
+            if (core.cancel(id) == detail::SchedulerCore::Place::waiting)
+                give_up(id, outcome, closed_detail);
     }
 
     Backend& inner;

@@ -1,6 +1,6 @@
-#include "examples/evalrt/bfcl.hpp"
+#include "bfcl.hpp"
 
-#include "examples/evalrt/python_json.hpp"
+#include "python_json.hpp"
 
 #include <boost/system/errc.hpp>
 

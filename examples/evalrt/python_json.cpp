@@ -1,4 +1,4 @@
-#include "examples/evalrt/python_json.hpp"
+#include "python_json.hpp"
 
 #include <fmt/format.h>
 #include <simdjson.h>

@@ -83,6 +83,7 @@ class Program(unittest.TestCase):
             self.assertEqual(row["response"]["status_code"], 200)
             message = row["response"]["body"]["choices"][0]["message"]
             self.assertEqual(message["content"].strip(), f"answer to question {i}")
+            self.assertEqual(row["response"]["request_id"], "chatcmpl-1")
             self.assertEqual(row["evalrt"]["cached_tokens"], 20)
             self.assertGreater(row["evalrt"]["first_text_ms"], 0)
             self.assertFalse(row["evalrt"]["from_journal"])

@@ -35,9 +35,11 @@ public:
             if (!lf || lf < p) lf = find(p, end, '\n');
             const char* const line_end = find(p, lf, '\r');
             const std::string_view piece(p, std::size_t(line_end - p));
+            // What counts is the line as it came: a limit on its value would depend on the cut.
+            if (data_.size() + line_.size() + piece.size() > limit_) return false;
             if (line_end == end) {
                 line_.append(piece);
-                return line_.size() + data_.size() <= limit_;
+                break;
             }
             skip_lf_ = *line_end == '\r';
             p = line_end + 1;
@@ -48,7 +50,6 @@ public:
                 line(line_, on_event);
                 line_.clear();
             }
-            if (data_.size() > limit_) return false;
         }
         return true;
     }

@@ -3,7 +3,11 @@
 #include <boost/json/parse.hpp>
 #include <boost/json/serialize.hpp>
 
-#include <cstring>
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
 
 namespace evalrt::detail {
 namespace {
@@ -63,6 +67,72 @@ struct Walker {
         return true;
     }
 };
+
+// The takers below write one item to `out`, repaired, and return the place behind it.
+
+const char* take_character(const char* p, const char* end, std::string& out) {
+    const auto byte = [](const char* at) { return static_cast<unsigned char>(*at); };
+    const unsigned lead = byte(p);
+    unsigned low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
+    unsigned high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
+    bool good = lead < 0x80 || (lead >= 0xC2 && lead <= 0xF4);
+    const char* const begin = p++;
+    for (int more = !good || lead < 0x80 ? 0
+                    : lead < 0xE0        ? 1
+                    : lead < 0xF0        ? 2
+                                         : 3;
+         more > 0; --more, ++p) {
+        good = p != end && byte(p) >= low && byte(p) <= high;
+        if (!good) break;
+        low = 0x80, high = 0xBF;
+    }
+    good ? out.append(begin, p) : out.append("\xEF\xBF\xBD");
+    return p;
+}
+
+const char* take_escape(const char* p, const char* end, std::string& out) {
+    const auto unit = [&](const char* at) { // 0: no \uXXXX stands there
+        unsigned value = 0;
+        if (end - at >= 6 && at[0] == '\\' && at[1] == 'u' &&
+            std::from_chars(at + 2, at + 6, value, 16).ptr == at + 6)
+            return value;
+        return 0u;
+    };
+    const auto first = unit(p);
+    if (first < 0xD800 || first > 0xDFFF) {
+        const std::size_t size = p + 1 != end && p[1] >= ' ' && p[1] < 0x7f ? 2 : 1;
+        out.append(p, size);
+        return p + size;
+    }
+    const auto second = first < 0xDC00 ? unit(p + 6) : 0;
+    if (second >= 0xDC00 && second <= 0xDFFF) {
+        out.append(p, 12);
+        return p + 12;
+    }
+    out += "\\ufffd";
+    return p + 6;
+}
+
+bool of_number(char c) {
+    return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '+' ||
+           c == '-' || c == '.';
+}
+
+const char* take_number(const char* p, const char* end, std::string& out) {
+    const char* const begin = p;
+    while (p != end && of_number(*p)) ++p;
+    const std::string word(begin, p);
+    char* stop;
+    const double value = std::strtod(word.c_str(), &stop); // knows NaN and Infinity, too
+    if (*stop == 0 && !std::isfinite(value)) {
+        out += "null";
+    } else {
+        out += word;
+        const bool integer = word.find_first_not_of("-0123456789") == word.npos;
+        if (integer && std::abs(value) > 9.2e18) out += "e0"; // simdjson takes no such integers
+    }
+    return p;
+}
 
 } // namespace
 
@@ -145,6 +215,35 @@ std::string from_json_string(std::string_view text) {
     boost::system::error_code ec;
     const auto value = boost::json::parse({text.data(), text.size()}, ec);
     return !ec && value.is_string() ? std::string(value.get_string()) : std::string();
+}
+
+std::string repaired_utf8(std::string_view text) {
+    std::string out;
+    out.reserve(text.size());
+    const char* p = text.data();
+    const char* const end = p + text.size();
+    while (p != end) p = take_character(p, end, out);
+    return out;
+}
+
+std::string repaired_json(std::string_view text) {
+    std::string out;
+    out.reserve(text.size() + 64);
+    const char* p = text.data();
+    const char* const end = p + text.size();
+    bool in_string = false;
+    while (p != end) {
+        if (*p == '"') in_string = !in_string;
+        if (in_string && *p == '\\')
+            p = take_escape(p, end, out);
+        else if (in_string && static_cast<unsigned char>(*p) < ' ')
+            out += fmt::format("\\u{:04x}", unsigned(*p++));
+        else if (!in_string && of_number(*p))
+            p = take_number(p, end, out);
+        else
+            p = take_character(p, end, out);
+    }
+    return out;
 }
 
 } // namespace evalrt::detail

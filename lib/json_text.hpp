@@ -1,5 +1,5 @@
 // Looks into JSON text, and changes it, without touching a byte that need not change.
-// The text must be valid: parse it first.
+// The text must be valid where nothing else is said: parse it first.
 #ifndef EVALRT_LIB_JSON_TEXT_HPP
 #define EVALRT_LIB_JSON_TEXT_HPP
 
@@ -37,6 +37,14 @@ std::string json_string(std::string_view text);
 
 /// A JSON string, quotes included, as plain text; empty where it is something else.
 std::string from_json_string(std::string_view text);
+
+/// The text with U+FFFD for what is no UTF-8.
+std::string repaired_utf8(std::string_view text);
+
+/// For text that does not parse: U+FFFD for lone surrogates and for what is no UTF-8, null for
+/// numbers that JSON does not have (NaN, -Infinity, 1e999), an exponent for integers of more than
+/// 64 bits, escapes for control characters in strings. All else stays as it is.
+std::string repaired_json(std::string_view text);
 
 } // namespace evalrt::detail
 

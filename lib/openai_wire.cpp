@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
+#include <cmath>
 #include <map>
 
 namespace evalrt::detail {
@@ -21,15 +23,14 @@ std::string_view string_of(simdjson::simdjson_result<dom::element> value) {
 }
 
 std::optional<std::int64_t> integer_of(simdjson::simdjson_result<dom::element> value) {
-    std::int64_t number;
-    if (!value.get(number)) return number;
-    double real; // some servers write 12.0
-    if (!value.get(real) && real >= 0 && real < 1e15) return std::int64_t(real);
-    return {};
+    double number; // some servers write 12.0
+    if (value.get(number) || !(number >= 0 && number < 1e15) || number != std::floor(number))
+        return {};
+    return std::int64_t(number);
 }
 
 // The places where servers say how much of the prompt they had cached: OpenAI and most others;
-// the responses API; old oMLX; llama-server's timings.
+// the responses API; old oMLX; llama-server's timings and SGLang's meta_info, outside of usage.
 std::optional<std::int64_t> cached_of(dom::element usage) {
     for (const auto& value : {usage["prompt_tokens_details"]["cached_tokens"],
                               usage["input_tokens_details"]["cached_tokens"],
@@ -45,36 +46,41 @@ void read_usage(dom::element answer, Usage& usage) {
         if (auto n = integer_of(reported["completion_tokens"])) usage.completion_tokens = n;
         if (auto n = cached_of(reported)) usage.cached_tokens = n;
     }
-    if (!usage.cached_tokens) usage.cached_tokens = integer_of(answer["timings"]["cache_n"]);
+    for (const auto& value : {answer["timings"]["cache_n"], answer["meta_info"]["cached_tokens"]})
+        if (!usage.cached_tokens) usage.cached_tokens = integer_of(value);
+}
+
+std::string text_or_json(simdjson::simdjson_result<dom::element> value) {
+    dom::element element;
+    if (value.get(element) || element.is_null()) return {};
+    std::string_view text;
+    return element.get(text) ? simdjson::minify(element) : std::string(text);
+}
+
+ServerError read_error(dom::element object) {
+    ServerError found;
+    found.message = text_or_json(object["message"]);
+    if (found.message.empty()) found.message = text_or_json(object["detail"]);
+    if (found.message.empty()) found.message = simdjson::minify(object);
+    const auto code = text_or_json(object["code"]);
+    found.type = text_or_json(object["type"]) + " " + code;
+    int status = 0;
+    std::from_chars(code.data(), code.data() + code.size(), status);
+    if (status >= 400 && status < 600) found.status = status;
+    return found;
 }
 
 // {"error": {"message", "type", "code"}}, {"error": "words"}, SGLang's {"object": "error",
 // "message"}, FastAPI's {"detail"}.
 std::optional<ServerError> error_of(dom::element answer) {
-    const auto text_or_json = [](simdjson::simdjson_result<dom::element>&& value) {
-        dom::element element;
-        if (value.get(element) || element.is_null()) return std::string();
-        std::string_view text;
-        return element.get(text) ? simdjson::minify(element) : std::string(text);
-    };
-    ServerError found;
     dom::element error;
     if (!answer["error"].get(error) && !error.is_null()) {
-        if (!error.is_object()) {
-            found.message = text_or_json(answer["error"]);
-        } else {
-            found.message = text_or_json(error["message"]);
-            if (found.message.empty()) found.message = simdjson::minify(error);
-            found.type = text_or_json(error["type"]) + " " + text_or_json(error["code"]);
-        }
-        return found;
+        if (error.is_object()) return read_error(error);
+        return ServerError{text_or_json(answer["error"]), {}};
     }
-    if (string_of(answer["object"]) == "error" || !answer["detail"].error()) {
-        found.message = text_or_json(answer["message"]);
-        if (found.message.empty()) found.message = text_or_json(answer["detail"]);
-        found.type = text_or_json(answer["type"]) + " " + text_or_json(answer["code"]);
-        return found;
-    }
+    if (string_of(answer["object"]) == "error") return read_error(answer);
+    if (!answer["detail"].get(error) && !error.is_null() && answer["choices"].error())
+        return read_error(answer);
     return {};
 }
 
@@ -89,10 +95,17 @@ std::string shortened(std::string_view text, std::size_t limit = 400) {
         text.remove_prefix(1);
     while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back())))
         text.remove_suffix(1);
-    std::string out(text.substr(0, limit));
+    const bool whole = text.size() <= limit;
+    if (whole) limit = text.size();
+    while (!whole && limit > 0 && (text[limit] & 0xC0) == 0x80) --limit; // not through a character
+    std::string out = repaired_utf8(text.substr(0, limit));
     for (char& c : out)
         if (static_cast<unsigned char>(c) < ' ') c = ' ';
-    return text.size() > limit ? out + "..." : out;
+    return whole ? out : out + "...";
+}
+
+std::string words_of(const ServerError& error) {
+    return error.message.empty() ? "(no words)" : shortened(error.message, 1000);
 }
 
 bool looks_like_html(std::string_view body) {
@@ -105,6 +118,24 @@ std::string_view trimmed_json(std::string_view body) {
     const auto begin = body.find_first_not_of(" \t\r\n"); // oMLX sends spaces to keep us waiting
     return begin == body.npos ? std::string_view() : body.substr(begin);
 }
+
+// Parses an object. Text that does not parse is repaired first, if that helps: one character that
+// a model put out of place must not lose its answer. `text` is then what was parsed.
+class ObjectParser {
+public:
+    bool parse(std::string_view& text, dom::element& object) {
+        if (parser_.parse(text.data(), text.size()).get(object)) {
+            repaired_ = repaired_json(text);
+            text = repaired_;
+            if (parser_.parse(repaired_).get(object)) return false;
+        }
+        return object.is_object();
+    }
+
+private:
+    dom::parser parser_;
+    std::string repaired_;
+};
 
 void fail(Response& response, Errc errc, std::string detail) {
     response.outcome = errc;
@@ -123,6 +154,18 @@ std::string& part(Parts& parts, std::string_view key) {
     return parts.emplace_back(key, std::string()).second;
 }
 
+// JSON of a kind that is not known here: arrays come in pieces, of all else the last one counts.
+void merge(Parts& parts, std::string_view key, dom::element value) {
+    auto& text = part(parts, key);
+    const auto piece = simdjson::minify(value);
+    if (!value.is_array() || !text.starts_with('[') || text == "[]") {
+        text = piece;
+    } else if (piece != "[]") {
+        text.back() = ',';
+        text.append(piece, 1);
+    }
+}
+
 struct ToolCall {
     std::int64_t index = -1;
     std::string id, type, name, arguments;
@@ -130,9 +173,9 @@ struct ToolCall {
 
 struct Choice {
     std::string role;
-    Parts texts;   // content, reasoning, ...: joined
-    Parts others;  // unknown members of the delta: the last one counts (JSON text)
-    Parts members; // unknown members of the choice
+    Parts texts;                                 // content, reasoning, ...: joined
+    Parts others;                                // unknown members of the delta (JSON text)
+    Parts members;                               // unknown members of the choice (JSON text)
     std::map<std::string, std::string> logprobs; // arrays joined (JSON text without brackets)
     std::vector<ToolCall> calls;
     std::string finish_reason;
@@ -144,23 +187,21 @@ public:
 
     Piece event(const SseEvent& event) override {
         Piece piece;
-        const auto data = trimmed_json(event.data);
+        auto data = trimmed_json(event.data);
         if (data.starts_with("[DONE]")) {
             piece.last = true;
             return piece;
         }
         if (data.empty() || error_ || broken_) return piece;
         dom::element chunk;
-        if (parser_.parse(data.data(), data.size()).get(chunk) || !chunk.is_object()) {
-            broken_ = shortened(data);
-            return piece;
-        }
-        if ((error_ = error_of(chunk))) return piece;
+        const bool object = parser_.parse(data, chunk);
+        if (object) error_ = error_of(chunk);
+        if (event.type == "error" && !error_)
+            error_ = object ? read_error(chunk) : ServerError{shortened(data), {}};
+        if (!object && !error_) broken_ = shortened(data);
+        if (error_ || broken_) return piece;
         if (string_of(chunk["model"]) == "keepalive") return piece; // oMLX: no answer yet
-        if (head_.empty()) {
-            read_head(data);
-            id_ = string_of(chunk["id"]);
-        }
+        read_head(chunk);
         if (event_usage(chunk)) usage_text_ = usage_member(data);
         dom::array choices;
         if (chunk["choices"].get(choices)) return piece;
@@ -172,7 +213,8 @@ public:
 
     void finish(Response& response) override {
         response.usage = usage_;
-        if (error_) return fail(response, classify(response.status, *error_), error_->message);
+        response.request_id = id_;
+        if (error_) return fail(response, classify(response.status, *error_), words_of(*error_));
         if (broken_)
             return fail(response, Errc::malformed,
                         fmt::format("the stream has an event that is not JSON: {}", *broken_));
@@ -192,15 +234,14 @@ public:
         for (const auto& [name, value] : first.texts)
             if (name == (chat_ ? "content" : "text")) response.text = value;
         response.finish_reason = first.finish_reason;
-        response.request_id = id_;
         response.body = body();
     }
 
     void whole(std::string body, Response& response) override {
-        const auto json = trimmed_json(body);
+        auto json = trimmed_json(body);
         if (json.empty()) return fail(response, Errc::malformed, "the server sent an empty answer");
         dom::element answer;
-        if (parser_.parse(json.data(), json.size()).get(answer) || !answer.is_object())
+        if (!parser_.parse(json, answer))
             return fail(response, Errc::malformed,
                         looks_like_html(json)
                             ? fmt::format("this is a web page, not an answer; does the URL point "
@@ -209,20 +250,20 @@ public:
                             : fmt::format("the answer is not JSON: {}", shortened(json)));
         read_usage(answer, response.usage);
         if (const auto error = error_of(answer))
-            return fail(response, classify(response.status, *error), error->message);
+            return fail(response, classify(response.status, *error), words_of(*error));
         response.request_id = string_of(answer["id"]);
         dom::array choices;
         if (answer["choices"].get(choices) || choices.size() == 0)
             return fail(response, Errc::malformed,
                         fmt::format("the answer has no choices: {}", shortened(json)));
+        for (dom::element choice : choices)
+            if (const auto reason = string_of(choice["finish_reason"]); failed_finish(reason))
+                return fail(response, Errc::rejected,
+                            fmt::format("the server gave up (finish_reason \"{}\")", reason));
         const auto first = choices.at(0);
         response.text = string_of(chat_ ? first["message"]["content"] : first["text"]);
         response.finish_reason = string_of(first["finish_reason"]);
-        if (failed_finish(response.finish_reason))
-            return fail(
-                response, Errc::rejected,
-                fmt::format("the server gave up (finish_reason \"{}\")", response.finish_reason));
-        if (json.size() != body.size()) body = std::string(json);
+        if (json.data() != body.data()) body = std::string(json);
         while (!body.empty() && (body.back() == '\n' || body.back() == '\r')) body.pop_back();
         response.body = std::move(body);
     }
@@ -238,16 +279,14 @@ private:
         return std::string(member(members(chunk), "usage").value_or(""));
     }
 
-    // What the first chunk says of the whole answer.
-    void read_head(std::string_view chunk) {
-        for (const auto& it : members(chunk)) {
-            if (it.key == "choices" || it.key == "usage" || it.key == "obfuscation") continue;
-            if (it.key == "object") {
-                head_ +=
-                    chat_ ? R"("object": "chat.completion", )" : R"("object": "text_completion", )";
-            } else {
-                head_.append(it.text).append(", ");
-            }
+    // What chunks say of the whole answer. The first to say it counts (oMLX gives each chunk of a
+    // completion an id), but of objects, which measure (llama-server's timings), the last.
+    void read_head(dom::element chunk) {
+        if (id_.empty()) id_ = string_of(chunk["id"]);
+        for (const auto [key, value] : dom::object(chunk)) {
+            if (key == "choices" || key == "usage" || key == "obfuscation") continue;
+            auto& text = part(head_, key);
+            if (text.empty() || text == "null" || value.is_object()) text = simdjson::minify(value);
         }
     }
 
@@ -256,11 +295,13 @@ private:
         if (element.get(object)) return false;
         const auto index = integer_of(element["index"]).value_or(0);
         auto& choice = choices_[index];
-        const bool first = choices_.begin()->first == index;
+        const bool first = index == 0;
         bool content = false;
         for (const auto [key, value] : object) {
             if (key == "index") continue;
-            if (key == "delta") {
+            if (key == "delta" || key == "message") {
+                // Some servers send the message as a whole; but what is there is not sent again.
+                if (key == "message" && (!choice.texts.empty() || !choice.calls.empty())) continue;
                 dom::object delta;
                 if (!value.get(delta)) content |= read_delta(choice, delta, first);
             } else if (key == "text") {
@@ -271,7 +312,7 @@ private:
                 dom::object logprobs;
                 if (!value.get(logprobs)) read_logprobs(choice, logprobs);
             } else if (!value.is_null()) {
-                part(choice.members, key) = simdjson::minify(value);
+                merge(choice.members, key, value);
             }
         }
         return content;
@@ -292,7 +333,7 @@ private:
             } else if (value.is_string()) {
                 content |= append_text(choice, key, value, first);
             } else if (!value.is_null()) {
-                part(choice.others, key) = simdjson::minify(value);
+                merge(choice.others, key, value);
             }
         }
         return content;
@@ -306,21 +347,29 @@ private:
         return !piece.empty() && key != "obfuscation";
     }
 
-    // A fragment belongs to the call of its index; but some servers give every call the same
-    // index, or none: a new id begins a new call.
+    // A fragment belongs to the call of its index. But some servers give every call the same
+    // index, or none, and others give each fragment a new id. Only the first fragment has a name:
+    // a name with a new id, or without an index, begins a new call.
     static void read_call(Choice& choice, dom::element fragment) {
+        if (!fragment.is_object()) return;
         const auto index = integer_of(fragment["index"]);
         const auto id = string_of(fragment["id"]);
+        const auto name = string_of(fragment["function"]["name"]);
         ToolCall* call = nullptr;
         for (auto& it : choice.calls)
             if (!index || it.index == *index) call = &it; // the last of that index
-        if (!call || (!id.empty() && !call->id.empty() && call->id != id)) {
+        if (call && !name.empty() && !call->name.empty() &&
+            (id.empty() ? !index : !call->id.empty() && call->id != id))
+            call = nullptr;
+        for (auto& it : choice.calls)
+            if (!id.empty() && it.id == id && (!index || it.index == *index)) call = &it;
+        if (!call) {
             call = &choice.calls.emplace_back();
             call->index = index.value_or(std::int64_t(choice.calls.size()) - 1);
         }
-        if (!id.empty()) call->id = id;
+        if (call->id.empty()) call->id = id;
         if (const auto type = string_of(fragment["type"]); !type.empty()) call->type = type;
-        call->name += string_of(fragment["function"]["name"]);
+        if (call->name != name) call->name += name; // some repeat it
         dom::element arguments;
         if (fragment["function"]["arguments"].get(arguments) || arguments.is_null()) return;
         std::string_view text;
@@ -340,7 +389,13 @@ private:
     }
 
     std::string body() {
-        std::string out = "{" + head_ + "\"choices\": [";
+        std::string out = "{";
+        for (const auto& [key, value] : head_)
+            out += fmt::format("{}: {}, ", json_string(key),
+                               key != "object" ? std::string_view(value)
+                               : chat_         ? R"("chat.completion")"
+                                               : R"("text_completion")");
+        out += "\"choices\": [";
         bool comma = false;
         for (auto& [index, choice] : choices_) {
             if (std::exchange(comma, true)) out += ", ";
@@ -370,13 +425,17 @@ private:
     static std::string message(Choice& choice) {
         std::string out =
             "{\"role\": " + json_string(choice.role.empty() ? "assistant" : choice.role);
-        const auto& content = part(choice.texts, "content");
-        out += ", \"content\": " +
-               (content.empty() && !choice.calls.empty() ? "null" : json_string(content));
+        const auto content = part(choice.texts, "content");
+        auto& parts = part(choice.others, "content"); // content may be an array instead
+        if (!content.empty() || parts.empty())
+            parts = content.empty() && !choice.calls.empty() ? "null" : json_string(content);
         for (const auto& [key, value] : choice.texts)
-            if (key != "content") out += ", " + json_string(key) + ": " + json_string(value);
+            if (key != "content" && !value.empty())
+                out += ", " + json_string(key) + ": " + json_string(value);
         for (const auto& [key, value] : choice.others)
             out += ", " + json_string(key) + ": " + value;
+        std::stable_sort(choice.calls.begin(), choice.calls.end(),
+                         [](const ToolCall& a, const ToolCall& b) { return a.index < b.index; });
         bool comma = false;
         for (const auto& call : choice.calls) {
             out += std::exchange(comma, true) ? ", " : ", \"tool_calls\": [";
@@ -393,8 +452,9 @@ private:
     }
 
     const bool chat_;
-    dom::parser parser_;
-    std::string head_, id_, usage_text_, text_;
+    ObjectParser parser_;
+    Parts head_; // members of the answer itself (JSON text)
+    std::string id_, usage_text_, text_;
     std::map<std::int64_t, Choice> choices_;
     Usage usage_;
     std::optional<ServerError> error_;
@@ -417,10 +477,14 @@ Errc classify(int status, const ServerError& error) {
     for (const auto words : too_long)
         if (contains_nocase(error.message, words) || contains_nocase(error.type, words))
             return Errc::context_too_long;
+    const bool late = status < 300; // an error object after the status line had said 200
+    if (late && error.status) status = error.status;
+    for (const auto words : {"insufficient_quota", "spend_limit"}) // a 429 that no waiting ends
+        if (contains_nocase(error.type, words)) return Errc::rejected;
     if (status == 401 || status == 403) return Errc::auth;
     if (status == 429) return Errc::rate_limited;
     if (status == 503 || status == 529) return Errc::overloaded;
-    if (status < 300) { // an error object after the status line had said 200
+    if (late) {
         if (contains_nocase(error.type, "rate_limit")) return Errc::rate_limited;
         for (const auto word : {"overloaded", "unavailable", "queue is full", "server busy"})
             if (contains_nocase(error.type, word) || contains_nocase(error.message, word))
@@ -430,18 +494,16 @@ Errc classify(int status, const ServerError& error) {
 }
 
 void read_rejection(int status, std::string body, Response& response) {
-    dom::parser parser;
+    ObjectParser parser;
     dom::element answer;
-    const auto json = trimmed_json(body);
-    const bool object = !parser.parse(json.data(), json.size()).get(answer) && answer.is_object();
+    auto json = trimmed_json(body);
+    const bool object = parser.parse(json, answer);
     ServerError error;
     if (object)
         error = error_of(answer).value_or(ServerError{shortened(json), {}});
     else
         error.message = looks_like_html(json) ? "a web page" : shortened(json);
-    fail(response, classify(status, error),
-         fmt::format("HTTP {}: {}", status,
-                     error.message.empty() ? "(no words)" : shortened(error.message, 1000)));
+    fail(response, classify(status, error), fmt::format("HTTP {}: {}", status, words_of(error)));
     if (object) response.body = std::string(json);
 }
 
@@ -473,7 +535,7 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
 
     if (row.drop_nulls)
         for (const auto& it : list)
-            if (it.value == "null" && it.key != "model") {
+            if (it.value == "null" && (it.key != "model" || model.empty())) {
                 changes.push_back({it.key, {}});
                 prepared.notes.push_back(fmt::format(
                     "dropped \"{}\": null, which {} does not accept", it.key, row.name));
@@ -502,7 +564,8 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
     // cancelled request go. But the caller's own choice stands, and some servers leave log
     // probabilities out of a stream.
     const auto wants = member(list, "stream");
-    prepared.stream = wants == "true" || (row.streams && !wants && !has("logprobs"));
+    const bool logprobs = has("logprobs") && member(list, "logprobs") != "false";
+    prepared.stream = wants == "true" || (row.streams && !has("stream") && !logprobs);
     if (prepared.stream && wants != "true") changes.push_back({"stream", "true"});
     if (prepared.stream && row.stream_usage && !has("stream_options"))
         changes.push_back({"stream_options", R"({"include_usage": true})"});

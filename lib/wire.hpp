@@ -41,10 +41,11 @@ std::unique_ptr<AnswerReader> make_openai_reader(bool chat);
 /// A status that is not 2xx: the class and the server's words.
 void read_rejection(int status, std::string body, Response& response);
 
-/// An error object, in whatever shape: its words; empty: it is none.
+/// An error object, in whatever shape.
 struct ServerError {
     std::string message;
-    std::string type; ///< type or code
+    std::string type; ///< type and code
+    int status = 0;   ///< an HTTP status, where its code is one
 };
 Errc classify(int status, const ServerError& error);
 

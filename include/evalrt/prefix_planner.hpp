@@ -96,7 +96,8 @@ private:
 
 /// Depth first over the radix tree of all prompts, so that what shares a prefix goes out together
 /// (optimal for any cache that holds at least one request: Theorem 3.1 of the SGLang paper, arXiv
-/// 2312.07104); one leader for each shared prefix until the server shows it to the others.
+/// 2312.07104), and what continues a prompt that was sent before anything that shares less; one
+/// leader for each shared prefix until the server shows it to the others.
 class RadixPlanner final : public PrefixPlanner {
 public:
     struct Options {
@@ -104,24 +105,29 @@ public:
         std::size_t shared_bytes = 256;    ///< a shared prefix below this is not worth waiting for
         bool match_length = false;         ///< long prompts first, so that neighbours are alike
         unsigned leaders = 0;              ///< shared prefixes being filled at once; 0: any number
-        std::chrono::seconds patience{60}; ///< nobody waits longer for one leader
+        std::chrono::seconds patience{60}; ///< nobody waits longer for one leader, or its place
     };
 
     RadixPlanner() : RadixPlanner(Options()) {}
     explicit RadixPlanner(Options options) : options_(options) { nodes_.emplace_back(); }
 
     void add(RequestId id, const Prompt& prompt) override {
-        Node* node = insert(blocks(prompt));
+        Node* node = insert(blocks(prompt), prompt.bytes());
         Entry& entry = entries_[id];
         entry = {node, prompt.bytes(), prompt.output_tokens.value_or(0), ++arrivals_};
         const auto rank = options_.match_length ? std::int64_t(entry.bytes) : entry.output;
         node->own.insert({-rank, entry.arrival, id});
-        for (Node* it = node; it; it = it->parent) reorder(*it, rank, entry.arrival, +1);
+        for (Node* it = node; it; it = it->parent)
+            change(*it, [&](Node& changed) {
+                ++changed.waiting;
+                changed.rank = std::max(changed.rank, rank);
+                changed.arrival = std::min(changed.arrival, entry.arrival);
+            });
     }
 
     std::optional<Pick> next(Point now) override {
-        if (root().waiting == 0) return {};
         wake_ = Point::max();
+        if (root().waiting == 0) return {};
         Node* node = find(root(), now, false);
         if (!node && running_ == 0) node = find(root(), now, true);
         if (!node) return {};
@@ -139,10 +145,7 @@ public:
             if (node->leader == id && (ended || visible)) node->leader = 0;
             if (visible) node->warm = true;
         }
-        if (it->second.leads && (ended || visible)) {
-            it->second.leads = false;
-            --leaders_;
-        }
+        if (ended || visible) leading_.erase({it->second.sent, id});
         if (!ended) return;
         --running_;
         entries_.erase(it);
@@ -151,7 +154,7 @@ public:
     void remove(RequestId id) override {
         const auto it = entries_.find(id);
         if (it == entries_.end() || it->second.running) return;
-        take(id, it->second);
+        take(id, it->second, false);
         entries_.erase(it);
     }
 
@@ -167,6 +170,7 @@ private:
     struct Node;
     struct Before {
         bool operator()(const Node* a, const Node* b) const {
+            if (a->sent != b->sent) return a->sent;
             return a->rank != b->rank ? a->rank > b->rank : a->arrival < b->arrival;
         }
     };
@@ -174,7 +178,7 @@ private:
     struct Node {
         Node* parent = nullptr;
         std::vector<Block> edge;
-        std::size_t depth = 0;            // blocks from the root to the end of the edge
+        std::size_t bytes = 0;            // of a prompt, from its begin to the end of the edge
         std::set<Node*, Before> children; // those with something waiting below
         std::set<std::tuple<std::int64_t, std::uint64_t, RequestId>> own;  // waiting, ending here
         std::size_t waiting = 0;                                           // here and below
@@ -192,7 +196,7 @@ private:
         std::int64_t output;
         std::uint64_t arrival;
         bool running = false;
-        bool leads = false; // others wait for what it fills the cache with
+        Point sent{};
     };
 
     Node& root() { return nodes_.front(); }
@@ -230,12 +234,13 @@ private:
         return list;
     }
 
-    Node* insert(const std::vector<Block>& path) {
+    Node* insert(const std::vector<Block>& path, std::size_t bytes) {
         Node* node = &root();
         std::size_t i = 0;
         while (i < path.size()) {
             const auto found = by_first_.find(path[i]);
-            if (found == by_first_.end()) return child(*node, {path.begin() + long(i), path.end()});
+            if (found == by_first_.end())
+                return child(*node, {path.begin() + long(i), path.end()}, bytes);
             Node* next = found->second;
             std::size_t same = 1;
             while (same < next->edge.size() && i + same < path.size() &&
@@ -248,10 +253,10 @@ private:
         return node;
     }
 
-    Node* child(Node& parent, std::vector<Block> edge) {
+    Node* child(Node& parent, std::vector<Block> edge, std::size_t bytes) {
         Node& node = nodes_.emplace_back();
         node.parent = &parent;
-        node.depth = parent.depth + edge.size();
+        node.bytes = bytes;
         by_first_[edge.front()] = &node;
         node.edge = std::move(edge);
         return &node;
@@ -261,7 +266,9 @@ private:
     Node* split(Node& lower, std::size_t at) {
         Node& parent = *lower.parent;
         const bool listed = parent.children.erase(&lower) > 0;
-        Node* upper = child(parent, {lower.edge.begin(), lower.edge.begin() + long(at)});
+        // The first block of all is the domain's, which is no part of the prompt.
+        Node* upper = child(parent, {lower.edge.begin(), lower.edge.begin() + long(at)},
+                            parent.bytes + (parent.parent ? at : at - 1) * block);
         lower.edge.erase(lower.edge.begin(), lower.edge.begin() + long(at));
         by_first_[lower.edge.front()] = &lower;
         lower.parent = upper;
@@ -279,45 +286,45 @@ private:
         return upper;
     }
 
-    // A request with this rank joins (or leaves, change = -1) what waits below `node`.
-    void reorder(Node& node, std::int64_t rank, std::uint64_t arrival, int change) {
+    // Changes what the node's place among its siblings depends on.
+    template <class F>
+    void change(Node& node, F how) {
         Node* parent = node.parent;
         if (parent && node.waiting > 0) parent->children.erase(&node);
-        node.waiting += std::size_t(change);
-        if (change > 0) {
-            node.rank = std::max(node.rank, rank);
-            node.arrival = std::min(node.arrival, arrival);
-        }
+        how(node);
         if (parent && node.waiting > 0) parent->children.insert(&node);
     }
 
-    void take(RequestId id, const Entry& entry) {
+    void take(RequestId id, const Entry& entry, bool sent) {
         const auto rank = options_.match_length ? std::int64_t(entry.bytes) : entry.output;
         entry.node->own.erase({-rank, entry.arrival, id});
-        for (Node* it = entry.node; it; it = it->parent) reorder(*it, rank, entry.arrival, -1);
+        for (Node* it = entry.node; it; it = it->parent)
+            change(*it, [&](Node& changed) {
+                --changed.waiting;
+                changed.sent |= sent;
+            });
     }
 
     // The first node in depth-first order with a request that may go.
     Node* find(Node& node, Point now, bool any) {
         if (node.waiting == 0) return nullptr;
-        if (!any && node.leader && worth_sharing(node)) {
-            if (now < node.since + options_.patience) {
-                wake_ = std::min(wake_, node.since + options_.patience);
-                return nullptr;
-            }
+        if (const auto until = held(node); !any && now < until) {
+            wake_ = std::min(wake_, until);
+            return nullptr;
         }
-        if (!node.own.empty() && (any || may_lead(node))) return &node;
+        if (!node.own.empty()) return &node;
         for (Node* it : node.children)
             if (Node* found = find(*it, now, any)) return found;
         return nullptr;
     }
 
-    // False: it would begin one more shared prefix than may be begun at once.
-    bool may_lead(const Node& leaf) const {
-        if (options_.leaders == 0 || leaders_ < options_.leaders) return true;
-        for (const Node* it = &leaf; it && !it->warm; it = it->parent)
-            if (begins(*it)) return false;
-        return true;
+    // Until when what waits below is held back, if nothing happens before.
+    Point held(const Node& node) const {
+        if (node.leader && worth_sharing(node)) return node.since + options_.patience;
+        const auto places = options_.leaders;
+        if (places > 0 && leading_.size() >= places && begins(node))
+            return std::prev(leading_.end(), places)->first + options_.patience;
+        return Point::min();
     }
 
     // Long, and not in the server's cache.
@@ -325,7 +332,8 @@ private:
         if (options_.release == Release::at_once || node.warm) return false;
         const Node* above = node.parent;
         while (above && above->parent && !above->warm) above = above->parent;
-        return (node.depth - (above ? above->depth : 0)) * block >= options_.shared_bytes;
+        const auto bytes = node.bytes - (above ? above->bytes : 0);
+        return bytes > 0 && bytes / block >= options_.shared_bytes / block;
     }
 
     // A request through here would make the others below wait for it.
@@ -335,34 +343,29 @@ private:
 
     std::optional<Pick> send(RequestId id, Node& leaf, Point now) {
         Entry& entry = entries_.at(id);
-        // Depths count the domain's block and the block of the end.
-        const auto bytes = [&](const Node& node) {
-            return node.depth > 0 ? std::min((node.depth - 1) * block, entry.bytes) : 0;
-        };
         Pick pick{id, entry.bytes, 0, 0};
         for (Node* it = &leaf; it && it->parent; it = it->parent)
             if (it->sent) {
-                pick.maximum_bytes = std::min(bytes(*it) + block - 1, entry.bytes);
+                pick.maximum_bytes = std::min(it->bytes + block - 1, entry.bytes);
                 break;
             }
         for (Node* it = &leaf; it; it = it->parent)
             if (it->warm) {
-                pick.expected_bytes = bytes(*it);
+                pick.expected_bytes = it->bytes;
                 break;
             }
-        for (Node* it = &leaf; it; it = it->parent) {
-            entry.leads |= begins(*it);
-            it->sent = true;
-        }
+        bool leads = false; // others wait for what it fills the cache with
+        for (Node* it = &leaf; it; it = it->parent) leads |= begins(*it);
+        if (leads) leading_.emplace(now, id);
         for (Node* it = &leaf; it; it = it->parent) {
             if (options_.release == Release::at_once) it->warm = true;
             if (it->warm || it->leader) continue;
             it->leader = id;
             it->since = now;
         }
-        if (entry.leads) ++leaders_;
-        take(id, entry);
+        take(id, entry, true);
         entry.running = true;
+        entry.sent = now;
         ++running_;
         return pick;
     }
@@ -373,7 +376,7 @@ private:
     std::unordered_map<RequestId, Entry> entries_;
     std::uint64_t arrivals_ = 0;
     std::size_t running_ = 0;
-    unsigned leaders_ = 0; // running requests that others wait for
+    std::set<std::pair<Point, RequestId>> leading_; // who fills a shared prefix, since when
     Point wake_ = Point::max();
 };
 

@@ -33,7 +33,9 @@ public:
     using Point = Clock::time_point;
 
     SchedulerCore(PrefixPlanner& planner, SchedulerOptions options)
-        : planner_(planner), options_(options), retry_(options.retry) {}
+        : planner_(planner), options_(options), retry_(options.retry) {
+        options_.max_in_flight = std::max(options_.max_in_flight, 1u);
+    }
 
     /// What the prompt's views point at must stay until the request has ended for good.
     /// `deadline`: Point::max() for none.
@@ -49,6 +51,7 @@ public:
     /// The next one to send, as long as there is one.
     std::optional<Pick> next(Point now) {
         release(now);
+        held_until_ = Point::max();
         if (now < paused_until_ || waiting_ == 0 || running_ >= options_.max_in_flight) return {};
         if (running_ > 0) {
             // Nearly all places are taken: wait until several are free, and fill them together.
@@ -59,7 +62,10 @@ public:
                 return {};
         }
         auto pick = planner_.next(now);
-        if (!pick) return {};
+        if (!pick) {
+            held_until_ = planner_.wake();
+            return {};
+        }
         account(now);
         --waiting_;
         ++running_;
@@ -163,7 +169,7 @@ public:
                 at = std::min(at, std::max(delayed_.begin()->first, paused_until_));
             if (waiting_ > 0) {
                 if (paused_until_ > now) at = std::min(at, paused_until_);
-                at = std::min(at, planner_.wake());
+                at = std::min(at, held_until_);
             }
         }
         return at;
@@ -235,6 +241,7 @@ private:
     std::size_t prefilling_ = 0; // cold bytes of those without text
     bool refilling_ = true;
     Point paused_until_{}, since_{};
+    Point held_until_ = Point::max(); // by the planner, when it was last asked
     SchedulerStats stats_;
 };
 

@@ -33,8 +33,10 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         // Boost 1.81 recurses without end when an any_completion_handler is assigned to: it is
         // only ever constructed and moved from.
         Item(Request request_, TextSink on_text_, Handler handler_, Clock::time_point now)
-            : request(std::move(request_)), on_text(std::move(on_text_)),
-              handler(std::move(handler_)), submitted(now) {}
+            : request(std::move(request_)),
+              on_text(std::move(on_text_)),
+              handler(std::move(handler_)),
+              submitted(now) {}
 
         Request request;
         TextSink on_text;
@@ -42,7 +44,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         asio::cancellation_signal cancel; // of the attempt that runs
         Clock::time_point submitted, sent;
         Pick pick;
-        Response last; // of an attempt that was not the last one
+        Response last;          // of an attempt that was not the last one
         bool delivered = false; // text of the running attempt has reached the caller
         bool cancelled = false;
         bool late = false;
@@ -65,11 +67,11 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
                                     std::move(response));
         }
         const RequestId id = ++last_id;
-        auto& item = *items
-                          .emplace(id, std::make_unique<Item>(std::move(request),
-                                                              std::move(on_text),
-                                                              std::move(handler), now))
-                          .first->second;
+        auto& item =
+            *items
+                 .emplace(id, std::make_unique<Item>(std::move(request), std::move(on_text),
+                                                     std::move(handler), now))
+                 .first->second;
         detail::on_cancel(item.handler, [weak = weak_from_this(), id] {
             if (auto self = weak.lock()) self->cancel(id, false);
         });

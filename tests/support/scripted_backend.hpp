@@ -3,9 +3,7 @@
 #define EVALRT_TESTS_SCRIPTED_BACKEND_HPP
 
 #include "evalrt/backend.hpp"
-
-#include <boost/asio/associated_cancellation_slot.hpp>
-#include <boost/asio/post.hpp>
+#include "evalrt/detail/complete.hpp"
 
 #include <map>
 
@@ -33,20 +31,15 @@ public:
     std::size_t most_in_flight = 0;
 
     void text(int call, std::string_view piece) {
-        auto& it = pending.at(call);
-        if (it.on_text) it.on_text(piece);
+        const auto on_text = pending.at(call).on_text; // which may end the call
+        if (on_text) on_text(piece);
     }
 
     void end(int call, Response response = {}) {
-        auto node = pending.extract(call);
-        auto handler = std::move(node.mapped().handler);
-        if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
-            slot.clear();
-        auto code = response.outcome ? make_error_code(*response.outcome) : error_code();
-        asio::post(executor_, [handler = std::move(handler), code,
-                               response = std::move(response)]() mutable {
-            std::move(handler)(code, std::move(response));
-        });
+        auto handler = std::move(pending.at(call).handler);
+        pending.erase(call);
+        const auto code = response.outcome ? make_error_code(*response.outcome) : error_code();
+        detail::complete(executor_, std::move(handler), code, std::move(response));
     }
 
     void fail(int call, Errc errc, Stage stage = Stage::none) {
@@ -59,12 +52,11 @@ public:
 private:
     void start_complete(Request request, TextSink on_text, Handler handler) override {
         const int call = calls++;
-        if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
-            slot.assign([this, call](asio::cancellation_type) {
-                if (!pending.count(call)) return;
-                ++cancelled;
-                fail(call, Errc::cancelled);
-            });
+        detail::on_cancel(handler, [this, call] {
+            if (!pending.count(call)) return;
+            ++cancelled;
+            fail(call, Errc::cancelled);
+        });
         pending.emplace(call, Call{std::move(request), std::move(on_text), std::move(handler)});
         most_in_flight = std::max(most_in_flight, pending.size());
         if (on_call) on_call(call);

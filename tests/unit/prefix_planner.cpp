@@ -1,0 +1,704 @@
+#include "evalrt/prefix_planner.hpp"
+
+#include "support/catch.hpp"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+
+using namespace std::chrono_literals;
+using evalrt::FifoPlanner;
+using evalrt::Pick;
+using evalrt::PrefixPlanner;
+using evalrt::RadixPlanner;
+using evalrt::Release;
+using evalrt::RequestId;
+using Options = RadixPlanner::Options;
+using Point = PrefixPlanner::Point;
+using Step = PrefixPlanner::Stage;
+
+namespace {
+
+constexpr std::size_t block = 64; // bytes in which prompts are compared
+const Point start{1h};
+
+struct Question {
+    std::string domain, text;
+    std::optional<std::int64_t> output;
+};
+
+void add(PrefixPlanner& planner, RequestId id, const std::string& text,
+         std::optional<std::int64_t> output = {}, const std::string& domain = "d") {
+    planner.add(id, {domain, {text}, output});
+}
+
+// "ABc": a block of each capital letter, and one byte of each small one.
+std::string spell(std::string_view word) {
+    std::string text;
+    for (const char c : word) text += std::string(c >= 'A' && c <= 'Z' ? block : 1, c);
+    return text;
+}
+
+// Everything, one at a time.
+std::vector<RequestId> drain(PrefixPlanner& planner) {
+    std::vector<RequestId> order;
+    while (const auto pick = planner.next(start)) {
+        order.push_back(pick->id);
+        planner.progressed(pick->id, Step::done, start);
+    }
+    return order;
+}
+
+// Everything that goes without anything having ended.
+std::vector<RequestId> burst(PrefixPlanner& planner, Point now = start) {
+    std::vector<RequestId> order;
+    while (const auto pick = planner.next(now)) order.push_back(pick->id);
+    return order;
+}
+
+using Ids = std::vector<RequestId>;
+
+// What RadixPlanner has to do, written to be read: each prefix for itself, each time from scratch.
+class Model {
+public:
+    explicit Model(Options options) : options_(options) {}
+
+    void add(RequestId id, const Question& question) {
+        Item item{name(question.domain + ":"), question.text.size(), question.output.value_or(0),
+                  ++arrivals_};
+        std::string_view rest = question.text;
+        for (; rest.size() >= block; rest.remove_prefix(block))
+            item.path += name(rest.substr(0, block));
+        item.path += name(std::string(rest) + "$");
+        if (options_.match_length) item.rank = std::int64_t(item.bytes);
+        for (auto* mark : marks(item)) {
+            mark->rank = std::max(mark->rank, item.rank);
+            mark->arrival = std::min(mark->arrival, item.arrival);
+        }
+        items_[id] = std::move(item);
+    }
+
+    std::optional<Pick> next(Point now) {
+        RequestId best = 0;
+        for (auto& [id, item] : items_)
+            if (!item.running && may_go(item, now) && (!best || before(item, items_[best])))
+                best = id;
+        if (!best) return {};
+        auto& item = items_[best];
+        Pick pick{best, item.bytes, 0, 0};
+        const auto path = marks(item);
+        for (std::size_t depth = 1; depth <= path.size(); ++depth) {
+            const auto bytes = std::min((depth - 1) * block, item.bytes);
+            if (path[depth - 1]->warm) pick.expected_bytes = bytes;
+            if (path[depth - 1]->sent) pick.maximum_bytes = std::min(bytes + block - 1, item.bytes);
+        }
+        item.leads = begins(item);
+        item.running = true;
+        item.sent = now;
+        for (auto* mark : path) {
+            mark->sent = true;
+            if (options_.release == Release::at_once) mark->warm = true;
+            if (!mark->warm && !mark->leader) mark->leader = best;
+        }
+        return pick;
+    }
+
+    void progressed(RequestId id, Step step) {
+        auto& item = items_.at(id);
+        const bool visible =
+            step == Step::done || (step == Step::first_text && options_.release != Release::done);
+        for (auto* mark : marks(item)) {
+            mark->warm |= visible;
+            if (mark->leader == id && step == Step::failed) mark->leader = 0;
+        }
+        if (visible) item.leads = false;
+        if (step != Step::first_text) items_.erase(id);
+    }
+
+    void remove(RequestId id) { items_.erase(id); }
+
+    bool has_running() const {
+        return std::any_of(items_.begin(), items_.end(),
+                           [](const auto& it) { return it.second.running; });
+    }
+    bool has_waiting() const {
+        return std::any_of(items_.begin(), items_.end(),
+                           [](const auto& it) { return !it.second.running; });
+    }
+    bool something_may_go(Point now) {
+        return std::any_of(items_.begin(), items_.end(), [&](const auto& it) {
+            return !it.second.running && may_go(it.second, now);
+        });
+    }
+
+private:
+    struct Mark {
+        std::int64_t rank = std::numeric_limits<std::int64_t>::min();
+        std::uint64_t arrival = std::numeric_limits<std::uint64_t>::max();
+        RequestId leader = 0;
+        bool warm = false, sent = false;
+    };
+    struct Item {
+        std::string path; // a letter for each of: domain, whole blocks, the rest
+        std::size_t bytes = 0;
+        std::int64_t rank = 0;
+        std::uint64_t arrival = 0;
+        bool running = false, leads = false;
+        Point sent{};
+    };
+
+    std::string name(std::string_view part) {
+        const char next = char('a' + names_.size());
+        return {names_.emplace(part, next).first->second};
+    }
+
+    std::vector<Mark*> marks(const Item& item) {
+        std::vector<Mark*> list;
+        for (std::size_t depth = 1; depth <= item.path.size(); ++depth)
+            list.push_back(&marks_[item.path.substr(0, depth)]);
+        return list;
+    }
+
+    std::size_t waiting(std::size_t depth, const Item& item) const {
+        return std::size_t(std::count_if(items_.begin(), items_.end(), [&](const auto& it) {
+            return !it.second.running && it.second.path.compare(0, depth, item.path, 0, depth) == 0;
+        }));
+    }
+
+    // Of the prefixes of an item, by depth: is it long enough to wait for?
+    std::vector<bool> worth(const Item& item) {
+        std::vector<bool> list;
+        std::size_t known = 0, depth = 0;
+        for (const auto* mark : marks(item)) {
+            const auto bytes = std::min(depth++ * block, item.bytes);
+            if (mark->warm) known = bytes;
+            list.push_back(options_.release != Release::at_once && bytes > known &&
+                           (bytes - known) / block >= options_.shared_bytes / block);
+        }
+        return list;
+    }
+
+    bool begins(const Item& item) {
+        const auto path = marks(item);
+        const auto long_enough = worth(item);
+        for (std::size_t i = 0; i < path.size(); ++i)
+            if (long_enough[i] && !path[i]->leader && waiting(i + 1, item) > 1) return true;
+        return false;
+    }
+
+    bool may_go(const Item& item, Point now) {
+        const auto path = marks(item);
+        const auto long_enough = worth(item);
+        const auto patient = [&](const Item& leader) {
+            return now < leader.sent + options_.patience;
+        };
+        for (std::size_t i = 0; i < path.size(); ++i)
+            if (long_enough[i] && path[i]->leader && patient(items_.at(path[i]->leader)))
+                return false;
+        const auto leaders = std::count_if(items_.begin(), items_.end(), [&](const auto& it) {
+            return it.second.leads && patient(it.second);
+        });
+        return options_.leaders == 0 || leaders < long(options_.leaders) || !begins(item);
+    }
+
+    bool before(const Item& a, const Item& b) {
+        const auto x = marks(a), y = marks(b);
+        for (std::size_t i = 0; i < x.size() && i < y.size(); ++i)
+            if (x[i] != y[i])
+                return std::tuple(!x[i]->sent, -x[i]->rank, x[i]->arrival) <
+                       std::tuple(!y[i]->sent, -y[i]->rank, y[i]->arrival);
+        return std::tuple(-a.rank, a.arrival) < std::tuple(-b.rank, b.arrival);
+    }
+
+    Options options_;
+    std::map<RequestId, Item> items_;
+    std::map<std::string, char> names_;
+    std::map<std::string, Mark> marks_;
+    std::uint64_t arrivals_ = 0;
+};
+
+using Random = std::minstd_rand;
+
+unsigned below(Random& random, unsigned n) { return unsigned(random() / 7 % n); }
+
+Options random_options(Random& random) {
+    Options options;
+    options.release = std::array{Release::at_once, Release::first_text, Release::first_text,
+                                 Release::done}[below(random, 4)];
+    options.shared_bytes = std::array{0u, 64u, 128u, 192u}[below(random, 4)];
+    options.match_length = below(random, 3) == 0;
+    options.leaders = std::array{0u, 0u, 1u, 2u}[below(random, 4)];
+    options.patience = std::chrono::seconds(std::array{3, 20, 100000}[below(random, 3)]);
+    return options;
+}
+
+// Words over a small alphabet: prefixes are shared, prompts come twice, some continue others.
+Question random_question(Random& random, std::string_view letters = "AB") {
+    std::string word;
+    for (auto n = below(random, 5); n > 0; --n) word += letters[below(random, 2)];
+    const std::array rests{"", "", "x", "xy"};
+    Question question{below(random, 6) ? "d" : "e", spell(word + rests[below(random, 4)]), {}};
+    if (below(random, 2)) question.output = std::array{1, 100, 100, 500}[below(random, 4)];
+    return question;
+}
+
+struct Event {
+    enum Kind { add, next, remove, progress, later } kind;
+    RequestId id = 0;
+    std::optional<Pick> pick;
+};
+
+// A random life of a planner. `check` sees each call after it was made.
+template <class Check>
+void live(PrefixPlanner& planner, Random& random, std::string_view letters, Check check) {
+    Point now = start;
+    std::vector<RequestId> waiting, running;
+    RequestId last = 0;
+    const auto any_of = [&](auto& ids) { return ids[below(random, unsigned(ids.size()))]; };
+    for (int step = 0; step < 60 || !waiting.empty() || !running.empty(); ++step) {
+        REQUIRE(step < 1000);
+        const bool closing = step >= 60;
+        const unsigned dice = below(random, 100);
+        if (dice < 30 && !closing) {
+            const auto question = random_question(random, letters);
+            add(planner, ++last, question.text, question.output, question.domain);
+            waiting.push_back(last);
+            check(Event{Event::add, last, {}}, question, Step{}, now);
+        } else if (dice < 60) {
+            const auto pick = planner.next(now);
+            check(Event{Event::next, 0, pick}, Question(), Step{}, now);
+            if (!pick) continue;
+            REQUIRE(std::erase(waiting, pick->id) == 1); // it waited: nothing comes out twice
+            running.push_back(pick->id);
+        } else if (dice < 68) {
+            if (last == 0) continue;
+            const RequestId id = 1 + below(random, unsigned(last) + 1); // also unknown and running
+            planner.remove(id);
+            if (std::erase(waiting, id))
+                check(Event{Event::remove, id, {}}, Question(), Step{}, now);
+        } else if (dice < 90) {
+            if (running.empty()) continue;
+            const auto id = any_of(running);
+            const auto step_made =
+                std::array{Step::first_text, Step::done, Step::failed}[below(random, 3)];
+            planner.progressed(id, step_made, now);
+            check(Event{Event::progress, id, {}}, Question(), step_made, now);
+            if (step_made != Step::first_text) std::erase(running, id);
+        } else {
+            now += std::chrono::seconds(below(random, 5));
+            check(Event{Event::later, 0, {}}, Question(), Step{}, now);
+        }
+    }
+}
+
+std::size_t common(std::string_view a, std::string_view b) {
+    return std::size_t(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
+}
+
+} // namespace
+
+TEST_CASE("a random life of a planner goes as the naive model says") {
+    std::size_t held = 0, picked = 0, promoted = 0;
+    for (unsigned seed = 1; seed <= 3000; ++seed) {
+        CAPTURE(seed);
+        Random random(seed);
+        const auto options = random_options(random);
+        RadixPlanner planner(options);
+        Model model(options);
+        live(planner, random, "AB",
+             [&](const Event& event, const Question& question, Step step, Point now) {
+                 switch (event.kind) {
+                 case Event::add: model.add(event.id, question); break;
+                 case Event::remove: model.remove(event.id); break;
+                 case Event::progress:
+                     model.progressed(event.id, step);
+                     promoted += step == Step::failed;
+                     break;
+                 case Event::later: break;
+                 case Event::next: {
+                     const bool idle = !model.has_running();
+                     const bool waits = model.has_waiting();
+                     const auto expected = model.next(now);
+                     REQUIRE(event.pick.has_value() == expected.has_value());
+                     if (idle && waits) REQUIRE(event.pick);
+                     if (!expected) {
+                         held += waits;
+                         // The planner knows when it may have changed its mind, and not too late.
+                         const auto wake = planner.wake();
+                         REQUIRE(wake > now);
+                         REQUIRE_FALSE(model.something_may_go(std::min(wake, now + 1000h) - 1ns));
+                         if (!waits) REQUIRE(wake == Point::max());
+                         break;
+                     }
+                     ++picked;
+                     REQUIRE(event.pick->id == expected->id);
+                     REQUIRE(event.pick->prompt_bytes == expected->prompt_bytes);
+                     REQUIRE(event.pick->expected_bytes == expected->expected_bytes);
+                     REQUIRE(event.pick->maximum_bytes == expected->maximum_bytes);
+                     REQUIRE(*event.pick->expected_bytes <= *event.pick->maximum_bytes);
+                     REQUIRE(*event.pick->maximum_bytes <= event.pick->prompt_bytes);
+                 }
+                 }
+             });
+    }
+    CHECK(held > 3000); // the sequences reach what they are to test
+    CHECK(picked > 15000);
+    CHECK(promoted > 3000);
+}
+
+TEST_CASE("who shares a prefix worth waiting for does not go before the leader's release") {
+    std::size_t shared = 0;
+    for (unsigned seed = 1; seed <= 2000; ++seed) {
+        CAPTURE(seed);
+        Random random(seed);
+        auto options = random_options(random);
+        options.patience = 100000s;
+        options.shared_bytes = std::max<std::size_t>(options.shared_bytes, block);
+        RadixPlanner planner(options);
+        struct Seen {
+            Question question;
+            bool running = false, visible = false;
+        };
+        std::map<RequestId, Seen> all;
+        live(planner, random, "AB",
+             [&](const Event& event, const Question& question, Step step, Point) {
+                 if (event.kind == Event::add) all[event.id].question = question;
+                 if (event.kind == Event::progress) {
+                     auto& seen = all.at(event.id);
+                     seen.visible |= step == Step::done ||
+                                     (step == Step::first_text && options.release != Release::done);
+                     if (step != Step::first_text) seen.running = false;
+                 }
+                 if (event.kind != Event::next || !event.pick) return;
+                 auto& mine = all.at(event.pick->id);
+                 std::size_t known = 0, unknown = 0;
+                 for (const auto& [id, other] : all) {
+                     if (other.question.domain != mine.question.domain) continue;
+                     const auto same = common(other.question.text, mine.question.text);
+                     if (other.visible)
+                         known = std::max(known, same / block);
+                     else if (other.running)
+                         unknown = std::max(unknown, same / block);
+                 }
+                 shared += unknown > 0;
+                 mine.running = true;
+                 if (options.release == Release::at_once) return;
+                 REQUIRE(unknown < known + options.shared_bytes / block);
+             });
+    }
+    CHECK(shared > 1000);
+}
+
+TEST_CASE("the same calls give the same order, whatever the bytes hash to") {
+    for (unsigned seed = 1; seed <= 1000; ++seed) {
+        CAPTURE(seed);
+        std::vector<Ids> orders;
+        for (const auto letters : {"AB", "AB", "QZ", "KC"}) {
+            Random random(seed);
+            RadixPlanner planner(random_options(random));
+            Ids order;
+            live(planner, random, letters, [&](const Event& event, const Question&, Step, Point) {
+                if (event.kind == Event::next) order.push_back(event.pick ? event.pick->id : 0);
+            });
+            orders.push_back(order);
+        }
+        REQUIRE(orders[0] == orders[1]);
+        REQUIRE(orders[0] == orders[2]);
+        REQUIRE(orders[0] == orders[3]);
+    }
+}
+
+TEST_CASE("the baseline names what waits in the order of arrival") {
+    FifoPlanner planner;
+    for (RequestId id = 1; id <= 5; ++id) add(planner, id, spell("AB"));
+    planner.remove(2);
+    planner.remove(9);
+    const auto pick = planner.next(start);
+    CHECK(pick->id == 1);
+    CHECK(pick->prompt_bytes == 2 * block);
+    CHECK_FALSE(pick->expected_bytes);
+    planner.remove(1); // it runs: left alone
+    planner.progressed(1, Step::failed, start);
+    add(planner, 1, spell("AB"));
+    CHECK(drain(planner) == Ids{3, 4, 5, 1});
+    CHECK(planner.wake() == Point::max());
+}
+
+TEST_CASE("prompts that share a prefix go out together, in the order of arrival") {
+    RadixPlanner planner;
+    const std::vector<std::string> words{"AAAAp", "BBBBp", "AAAAq", "BBBBq", "AAACp", "BBBBr"};
+    for (RequestId id = 1; id <= words.size(); ++id) add(planner, id, spell(words[id - 1]));
+    CHECK(drain(planner) == Ids{1, 3, 5, 2, 4, 6});
+}
+
+TEST_CASE("what is predicted to be long goes first, its group with it") {
+    RadixPlanner planner;
+    add(planner, 1, spell("AAAAp"), 10);
+    add(planner, 2, spell("BBBBp"), 20);
+    add(planner, 3, spell("AAAAq"), 30);
+    add(planner, 4, spell("CCCCp"));
+    CHECK(drain(planner) == Ids{3, 1, 2, 4});
+}
+
+TEST_CASE("a group that has begun goes before any that has not, however long that is") {
+    for (const bool match_length : {false, true}) {
+        Options options;
+        options.match_length = match_length;
+        RadixPlanner planner(options);
+        add(planner, 1, spell("AAAAp"), 10);
+        add(planner, 2, spell("AAAAq"), 10);
+        REQUIRE(planner.next(start)->id == 1);
+        planner.progressed(1, Step::first_text, start);
+        add(planner, 3, spell("BBBBBBp"), 500);
+        // The next turn of a conversation: the cache still holds the one before.
+        planner.progressed(1, Step::done, start);
+        add(planner, 4, spell("AAAApr"), 10);
+        const auto order = drain(planner);
+        CHECK(order.back() == 3);
+    }
+}
+
+TEST_CASE("with match_length the longest prompt goes first, the longest of each group") {
+    Options options;
+    options.match_length = true;
+    RadixPlanner planner(options);
+    add(planner, 1, spell("AAAAx"), 900);
+    add(planner, 2, spell("BBBBBBx"));
+    add(planner, 3, spell("AAAAxyz"));
+    add(planner, 4, spell("BBBBBBxyz"));
+    add(planner, 5, spell("AAAABBB"));
+    CHECK(drain(planner) == Ids{5, 3, 1, 4, 2});
+}
+
+TEST_CASE("followers wait for the leader's first text, or its end, as the server needs it") {
+    for (const auto release : {Release::at_once, Release::first_text, Release::done}) {
+        Options options;
+        options.release = release;
+        RadixPlanner planner(options);
+        for (RequestId id = 1; id <= 3; ++id) add(planner, id, spell("AAAA") + std::to_string(id));
+        if (release == Release::at_once) {
+            CHECK(burst(planner) == Ids{1, 2, 3});
+            continue;
+        }
+        CHECK(burst(planner) == Ids{1});
+        planner.progressed(1, Step::first_text, start);
+        if (release == Release::first_text) {
+            CHECK(burst(planner) == Ids{2, 3});
+            continue;
+        }
+        CHECK(burst(planner).empty());
+        planner.progressed(1, Step::done, start);
+        CHECK(burst(planner) == Ids{2, 3});
+    }
+}
+
+TEST_CASE("a prefix is waited for from the threshold on") {
+    Options options;
+    options.shared_bytes = 256;
+    const auto held = [&](const std::string& a, const std::string& b) {
+        RadixPlanner planner(options);
+        add(planner, 1, a);
+        add(planner, 2, b);
+        return burst(planner).size() == 1;
+    };
+    const std::string text(4000, 's');
+    for (const std::size_t bytes : {0u, 1u, 63u, 64u, 192u, 255u, 256u, 257u, 320u, 3999u}) {
+        CAPTURE(bytes);
+        const auto shared = text.substr(0, bytes);
+        CHECK(held(shared + "a" + text, shared + "b" + text) == (bytes >= 256)); // branch
+        CHECK(held(shared, shared) == (bytes >= 256));                           // the same
+        CHECK(held(shared, shared + "continued") == (bytes >= 256));             // continuation
+        CHECK(held(shared + "continued", shared) == (bytes >= 256));
+    }
+}
+
+TEST_CASE("a threshold of nothing makes nobody wait for what is not shared") {
+    Options options;
+    options.shared_bytes = 0;
+    RadixPlanner planner(options);
+    add(planner, 1, spell("AA"));
+    add(planner, 2, spell("BB"));
+    add(planner, 3, spell("AA"), {}, "another");
+    add(planner, 4, "");
+    add(planner, 5, "");
+    CHECK(burst(planner) == Ids{1, 2, 4, 5, 3});
+}
+
+TEST_CASE("only what the server does not show yet counts towards the threshold") {
+    Options options;
+    options.shared_bytes = 256;
+    RadixPlanner planner(options);
+    add(planner, 1, spell("AAAAp"));
+    REQUIRE(planner.next(start)->id == 1);
+    planner.progressed(1, Step::first_text, start);
+    // 192 bytes more than the server shows, then 256.
+    add(planner, 2, spell("AAAABBBp"));
+    add(planner, 3, spell("AAAABBBq"));
+    CHECK(burst(planner) == Ids{2, 3});
+    add(planner, 4, spell("AAAACCCCp"));
+    add(planner, 5, spell("AAAACCCCq"));
+    CHECK(burst(planner) == Ids{4});
+}
+
+TEST_CASE("a failed leader makes one other the leader, and may come again itself") {
+    RadixPlanner planner;
+    for (RequestId id = 1; id <= 4; ++id) add(planner, id, spell("AAAA") + std::to_string(id));
+    CHECK(burst(planner) == Ids{1});
+    planner.progressed(1, Step::failed, start);
+    CHECK(burst(planner) == Ids{2});
+    add(planner, 1, spell("AAAA") + "1");
+    CHECK(burst(planner).empty());
+    planner.progressed(2, Step::failed, start);
+    CHECK(burst(planner).size() == 1);
+}
+
+TEST_CASE("a request that came alone leads those that come while it runs") {
+    RadixPlanner planner;
+    add(planner, 1, spell("AAAAAp"));
+    CHECK(burst(planner) == Ids{1});
+    add(planner, 2, spell("AAAAq")); // cuts the one edge there is
+    CHECK(burst(planner).empty());
+    planner.progressed(1, Step::first_text, start);
+    CHECK(burst(planner) == Ids{2});
+}
+
+TEST_CASE("another group goes while one waits for its leader") {
+    RadixPlanner planner;
+    add(planner, 1, spell("AAAAp"));
+    add(planner, 2, spell("AAAAq"));
+    add(planner, 3, spell("BBBBp"));
+    add(planner, 4, spell("BBBBq"));
+    CHECK(burst(planner) == Ids{1, 3});
+    planner.progressed(3, Step::first_text, start);
+    CHECK(burst(planner) == Ids{4});
+    planner.progressed(1, Step::done, start);
+    CHECK(burst(planner) == Ids{2});
+}
+
+TEST_CASE("nobody waits longer for one leader than patience allows") {
+    Options options;
+    options.patience = 10s;
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= 3; ++id) add(planner, id, spell("AAAA") + std::to_string(id));
+    CHECK(burst(planner) == Ids{1});
+    CHECK(planner.wake() == start + 10s);
+    CHECK(burst(planner, start + 10s - 1ns).empty());
+    CHECK(burst(planner, start + 10s) == Ids{2, 3});
+    CHECK(planner.wake() == Point::max());
+}
+
+TEST_CASE("only so many shared prefixes are begun at once, for as long as patience lasts") {
+    Options options;
+    options.leaders = 2;
+    options.patience = 10s;
+    const std::vector<std::string> words{"AAAAp", "AAAAq", "BBBBp", "BBBBq", "CCCCp",
+                                         "CCCCq", "DDDDp", "EEEEp", "BBBBr"};
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= words.size(); ++id) add(planner, id, spell(words[id - 1]));
+    CHECK(burst(planner) == Ids{1, 3, 7, 8}); // those alone in their group hold nobody up
+    SECTION("until one is there") {
+        planner.progressed(3, Step::first_text, start);
+        CHECK(burst(planner) == Ids{4, 9, 5});
+    }
+    SECTION("until one has failed: its group is begun once more") {
+        planner.progressed(3, Step::failed, start);
+        CHECK(burst(planner) == Ids{4});
+    }
+    SECTION("until one hangs") {
+        CHECK(planner.wake() == start + 10s);
+        CHECK(burst(planner, start + 9s).empty());
+        CHECK(burst(planner, start + 10s) == Ids{2, 4, 9, 5});
+    }
+}
+
+TEST_CASE("a removed request does not come out, a running one cannot be removed") {
+    RadixPlanner planner;
+    for (RequestId id = 1; id <= 4; ++id) add(planner, id, spell("AAAA") + std::to_string(id));
+    REQUIRE(planner.next(start)->id == 1);
+    planner.remove(1);
+    planner.remove(3);
+    planner.remove(77);
+    CHECK(burst(planner).empty()); // 1 still leads
+    planner.progressed(1, Step::first_text, start);
+    CHECK(burst(planner) == Ids{2, 4});
+    planner.remove(2);
+    for (const RequestId id : {1u, 2u, 4u}) planner.progressed(id, Step::done, start);
+    planner.progressed(1, Step::failed, start); // it has ended: nobody is meant
+    CHECK(burst(planner).empty());
+}
+
+TEST_CASE("a prompt is its bytes, wherever the segments are cut") {
+    const std::string text = spell("ABCDxyz");
+    for (std::size_t cut = 0; cut <= text.size(); cut += 7) {
+        for (std::size_t second = cut; second <= text.size(); second += 31) {
+            RadixPlanner planner;
+            add(planner, 1, text);
+            REQUIRE(planner.next(start));
+            planner.progressed(1, Step::done, start);
+            const std::string_view all = text;
+            planner.add(
+                2, {"d",
+                    {all.substr(0, cut), "", all.substr(cut, second - cut), all.substr(second)},
+                    {}});
+            const auto pick = planner.next(start);
+            REQUIRE(pick->prompt_bytes == text.size());
+            REQUIRE(pick->expected_bytes == text.size());
+            REQUIRE(pick->maximum_bytes == text.size());
+        }
+    }
+}
+
+TEST_CASE("prefixes that end inside a segment are counted to the block") {
+    RadixPlanner planner;
+    const std::string text(300, 't');
+    add(planner, 1, text);
+    REQUIRE(planner.next(start)->maximum_bytes == 0u);
+    planner.add(2, {"d", {std::string_view(text).substr(0, 150), "other"}, {}});
+    auto pick = planner.next(start);
+    CHECK(pick->expected_bytes == 0u); // 1 is on its way: nothing can be seen of it
+    CHECK(pick->maximum_bytes == 155u);
+    planner.progressed(1, Step::done, start);
+    const std::string longer = text.substr(0, 200) + std::string(100, 'u');
+    add(planner, 3, longer);
+    pick = planner.next(start);
+    CHECK(pick->expected_bytes == 192u);
+    CHECK(pick->maximum_bytes == 255u); // of truly 200
+}
+
+TEST_CASE("another domain shares nothing") {
+    RadixPlanner planner;
+    add(planner, 1, spell("AAAAp"), {}, "chat");
+    add(planner, 2, spell("AAAAp"), {}, "completions");
+    CHECK(burst(planner) == Ids{1, 2});
+    planner.progressed(1, Step::done, start);
+    planner.progressed(2, Step::failed, start);
+    add(planner, 3, spell("AAAAp"), {}, "chat");
+    add(planner, 4, spell("AAAAp"), {}, "completions");
+    CHECK(planner.next(start)->expected_bytes == 257u);
+    CHECK(planner.next(start)->expected_bytes == 0u);
+}
+
+TEST_CASE("a hundred thousand prompts in a thousand groups come out group by group") {
+    RadixPlanner planner;
+    std::vector<std::string> headers, tails;
+    for (int i = 0; i < 1000; ++i) headers.push_back(std::to_string(i) + std::string(500, 'h'));
+    for (int i = 0; i < 100; ++i) tails.push_back(std::to_string(i) + std::string(100, 't'));
+    constexpr RequestId n = 100000;
+    for (RequestId id = 0; id < n; ++id)
+        planner.add(id + 1, {"d", {headers[id % 1000], tails[id / 1000]}, 100});
+    std::vector<bool> seen(n);
+    std::set<RequestId> begun;
+    RequestId group = 0;
+    std::size_t changes = 0, count = 0;
+    while (const auto pick = planner.next(start)) {
+        const auto id = pick->id - 1;
+        REQUIRE_FALSE(seen.at(id));
+        seen[id] = true;
+        ++count;
+        changes += std::exchange(group, id % 1000) != id % 1000;
+        planner.progressed(pick->id, Step::done, start);
+    }
+    CHECK(count == n);
+    CHECK(changes == 999);
+}

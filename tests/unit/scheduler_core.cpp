@@ -1,0 +1,624 @@
+#include "evalrt/detail/scheduler_core.hpp"
+
+#include "support/catch.hpp"
+
+#include <map>
+#include <random>
+
+using namespace std::chrono_literals;
+using evalrt::Errc;
+using evalrt::FifoPlanner;
+using evalrt::PrefixPlanner;
+using evalrt::Prompt;
+using evalrt::RadixPlanner;
+using evalrt::Release;
+using evalrt::RequestId;
+using evalrt::Response;
+using evalrt::SchedulerOptions;
+using evalrt::detail::RetryState;
+using evalrt::detail::RetryTable;
+using evalrt::detail::SchedulerCore;
+using Place = SchedulerCore::Place;
+using Point = SchedulerCore::Point;
+using Ids = std::vector<RequestId>;
+
+namespace {
+
+const Point start{1h};
+constexpr Point never = Point::max();
+
+Response failed(Errc errc, evalrt::Stage stage = evalrt::Stage::none) {
+    Response response;
+    response.outcome = errc;
+    response.stage = stage;
+    return response;
+}
+
+Response asked_to_wait(Errc errc, std::chrono::milliseconds time) {
+    auto response = failed(errc);
+    response.retry_after = time;
+    return response;
+}
+
+// A core, and what a test says to it in few words.
+struct Queue {
+    std::unique_ptr<PrefixPlanner> planner;
+    SchedulerCore core;
+    std::map<RequestId, std::string> texts;
+
+    explicit Queue(SchedulerOptions options,
+                   std::unique_ptr<PrefixPlanner> planner_ = std::make_unique<FifoPlanner>())
+        : planner(std::move(planner_)), core(*planner, options) {}
+
+    void submit(RequestId id, std::string text = "?", Point deadline = never) {
+        const auto& kept = texts[id] = std::move(text);
+        core.submit(id, {"d", {kept}, {}}, deadline);
+    }
+
+    void submit(RequestId first, RequestId last) {
+        for (auto id = first; id <= last; ++id) submit(id);
+    }
+
+    Ids next(Point now = start) {
+        Ids ids;
+        while (const auto pick = core.next(now)) ids.push_back(pick->id);
+        return ids;
+    }
+
+    bool answer(RequestId id, Point now = start) { return core.ended(id, {}, false, now); }
+    bool fail(RequestId id, const Response& response, Point now = start) {
+        return core.ended(id, response, false, now);
+    }
+};
+
+SchedulerOptions in_flight(unsigned max) {
+    SchedulerOptions options;
+    options.max_in_flight = max;
+    return options;
+}
+
+std::unique_ptr<PrefixPlanner> radix(Release release) {
+    RadixPlanner::Options options;
+    options.release = release;
+    return std::make_unique<RadixPlanner>(options);
+}
+
+const std::string header(300, 'h');
+
+// What the core has to do in front of a FifoPlanner, written to be read.
+struct Model {
+    enum State { waiting, running, delayed, over };
+    struct Item {
+        State state = waiting;
+        std::size_t bytes = 0;
+        Point deadline = never, until = never;
+        bool text = false;
+        RetryState retry;
+    };
+
+    SchedulerOptions options;
+    RetryTable table{options.retry};
+    std::map<RequestId, Item> items;
+    Ids queue;
+    Point paused{};
+    bool refilling = true;
+
+    unsigned count(State state) const {
+        return unsigned(std::count_if(items.begin(), items.end(),
+                                      [&](const auto& it) { return it.second.state == state; }));
+    }
+
+    RequestId next(Point now) {
+        std::vector<std::pair<Point, RequestId>> due;
+        for (const auto& [id, item] : items)
+            if (item.state == delayed && item.until <= now) due.emplace_back(item.until, id);
+        std::sort(due.begin(), due.end());
+        for (const auto& [at, id] : due) {
+            items[id].state = waiting;
+            queue.push_back(id);
+        }
+        const unsigned busy = count(running);
+        if (queue.empty() || now < paused || busy == options.max_in_flight) return 0;
+        if (busy > 0) {
+            const auto free = options.max_in_flight - busy;
+            if (!refilling && free < options.refill && free < queue.size()) return 0;
+            std::size_t cold = 0;
+            for (const auto& [id, item] : items)
+                if (item.state == running && !item.text) cold += item.bytes;
+            if (options.prefill_tokens > 0 && cold >= options.prefill_tokens * 4) return 0;
+        }
+        const auto id = queue.front();
+        queue.erase(queue.begin());
+        items[id].state = running;
+        refilling = busy + 1 < options.max_in_flight;
+        return id;
+    }
+
+    bool ended(RequestId id, const Response& response, bool delivered, Point now) {
+        auto& item = items.at(id);
+        item.text = false;
+        item.state = over;
+        refilling = false;
+        if (!response.outcome || response.outcome == Errc::cancelled || item.deadline <= now)
+            return true;
+        const auto verdict = table.decide(response, delivered, item.retry);
+        if (!verdict.again) return true;
+        item.state = delayed;
+        item.until = now + verdict.delay;
+        if (verdict.pause_server) paused = std::max(paused, item.until);
+        return false;
+    }
+
+    void cancel(RequestId id) {
+        std::erase(queue, id);
+        items.at(id).state = over;
+    }
+};
+
+using Random = std::minstd_rand;
+unsigned below(Random& random, unsigned n) { return unsigned(random() / 7 % n); }
+
+Response random_end(Random& random) {
+    switch (below(random, 16)) {
+    case 0: return failed(Errc::unreachable);
+    case 1: {
+        auto response = failed(Errc::unreachable, evalrt::Stage::sent);
+        if (below(random, 2)) response.cause = evalrt::asio::error::eof;
+        return response;
+    }
+    case 2: return failed(Errc::rate_limited);
+    case 3: return asked_to_wait(Errc::overloaded, std::chrono::seconds(below(random, 150)));
+    case 4: return failed(Errc::truncated);
+    case 5: return failed(Errc::rejected);
+    case 6: return failed(Errc::cancelled);
+    case 7: return failed(Errc::exited);
+    default: return {};
+    }
+}
+
+SchedulerOptions random_scheduler(Random& random) {
+    auto options = in_flight(1 + below(random, 6));
+    options.refill = 1 + below(random, 5);
+    options.prefill_tokens = std::array{0u, 0u, 30u, 100u}[below(random, 4)];
+    options.retry.attempts = 1 + below(random, 4);
+    options.retry.seed = below(random, 1000);
+    return options;
+}
+
+// A random life of a core to the last request. `hear` is told of each thing that happened.
+struct Life {
+    Queue& queue;
+    Random& random;
+    Point now = start;
+    Ids running;
+    std::map<RequestId, int> ends; // of each that was submitted
+    RequestId last = 0;
+    double in_flight_seconds = 0, busy_seconds = 0;
+    unsigned most = 0;
+    Model* model = nullptr;
+
+    RequestId any(const Ids& ids) { return ids[below(random, unsigned(ids.size()))]; }
+
+    void pass(Point::duration time) {
+        const double seconds = std::chrono::duration<double>(time).count();
+        in_flight_seconds += seconds * double(running.size());
+        busy_seconds += running.empty() ? 0 : seconds;
+        now += time;
+    }
+
+    void submit() {
+        ++last;
+        ends[last] = 0;
+        const auto deadline =
+            below(random, 5) == 0 ? now + std::chrono::seconds(below(random, 30)) : never;
+        std::string text(std::array{0u, 100u, 300u}[below(random, 3)], char('a' + last % 2));
+        text += std::string(below(random, 100), char('c' + last));
+        if (model) model->items[last] = {Model::waiting, text.size(), deadline, never, false, {}};
+        if (model) model->queue.push_back(last);
+        queue.submit(last, std::move(text), deadline);
+    }
+
+    void end(RequestId id, const Response& response, bool delivered = false) {
+        std::erase(running, id);
+        const auto attempts = queue.core.attempts(id);
+        const bool over = queue.core.ended(id, response, delivered, now);
+        if (model) {
+            REQUIRE(attempts == model->items.at(id).retry.attempts);
+            REQUIRE(over == model->ended(id, response, delivered, now));
+        }
+        ends[id] += over;
+    }
+
+    void cancel(RequestId id) {
+        switch (queue.core.cancel(id)) {
+        case Place::waiting:
+            REQUIRE(ends.at(id)++ == 0);
+            if (model) model->cancel(id);
+            break;
+        case Place::running:
+            REQUIRE(std::count(running.begin(), running.end(), id) == 1);
+            end(id, failed(Errc::cancelled));
+            break;
+        case Place::unknown: REQUIRE((id > last || ends.at(id) == 1)); break;
+        }
+    }
+
+    void pump(unsigned limit) {
+        for (const auto id : queue.core.late(now)) cancel(id);
+        for (bool more = true; more;) {
+            const auto pick = queue.core.next(now);
+            more = pick.has_value();
+            if (model) REQUIRE((pick ? pick->id : 0) == model->next(now));
+            if (!pick) break;
+            REQUIRE(ends.at(pick->id) == 0);
+            running.push_back(pick->id);
+            REQUIRE(running.size() <= limit);
+            REQUIRE(queue.core.running() == running.size());
+            most = std::max(most, unsigned(running.size()));
+        }
+        check_wake();
+    }
+
+    // There is no need to ask again before wake(), and it is not in the past.
+    void check_wake() {
+        const auto wake = queue.core.wake(now);
+        REQUIRE(wake > now);
+        const bool open =
+            std::any_of(ends.begin(), ends.end(), [](const auto& it) { return it.second == 0; });
+        if (running.empty() && open) REQUIRE(wake < never);
+        if (!model) return;
+        const auto before = std::min(wake, now + 1000h) - 1ns;
+        REQUIRE(Model(*model).next(before) == 0);
+        for (const auto& [id, item] : model->items)
+            if (item.state != Model::over && item.deadline > now) REQUIRE(item.deadline > before);
+    }
+
+    void live(SchedulerOptions options) {
+        for (int step = 0;; ++step) {
+            REQUIRE(step < 3000);
+            const bool closing = step > 80;
+            const auto dice = below(random, 100);
+            if (dice < 25) {
+                if (!closing) submit();
+            } else if (dice < 40) {
+                if (running.empty()) continue;
+                const auto id = any(running);
+                queue.core.first_text(id, now);
+                if (model) model->items.at(id).text = true;
+            } else if (dice < 65) {
+                if (running.empty()) continue;
+                const auto id = any(running);
+                end(id, random_end(random), below(random, 4) == 0);
+            } else if (dice < 72) {
+                if (last > 0) cancel(1 + below(random, unsigned(last) + 1));
+            } else if (dice < 90) {
+                pass(std::chrono::milliseconds(below(random, 3000)));
+            } else if (running.empty()) {
+                const auto wake = queue.core.wake(now);
+                if (wake > now && wake < never) pass(wake - now);
+            }
+            pump(options.max_in_flight);
+            if (closing && running.empty() && queue.core.wake(now) == never) break;
+        }
+        for (const auto& [id, count] : ends) REQUIRE(count == 1);
+        REQUIRE(queue.core.waiting() == 0);
+        const auto stats = queue.core.stats(now);
+        REQUIRE(stats.in_flight == 0);
+        REQUIRE(stats.most_in_flight == most);
+        REQUIRE(std::abs(stats.in_flight_seconds - in_flight_seconds) < 1e-6);
+        REQUIRE(std::abs(stats.busy_seconds - busy_seconds) < 1e-6);
+    }
+};
+
+} // namespace
+
+TEST_CASE("a random life of a core goes as the naive model says") {
+    for (unsigned seed = 1; seed <= 3000; ++seed) {
+        CAPTURE(seed);
+        Random random(seed);
+        const auto options = random_scheduler(random);
+        Queue queue(options);
+        Model model{.options = options};
+        Life life{.queue = queue, .random = random, .model = &model};
+        life.live(options);
+    }
+}
+
+TEST_CASE("with any planner each request ends once, within the limit, and nothing gets stuck") {
+    for (unsigned seed = 1; seed <= 3000; ++seed) {
+        CAPTURE(seed);
+        Random random(seed);
+        auto options = random_scheduler(random);
+        RadixPlanner::Options plan;
+        plan.release =
+            std::array{Release::at_once, Release::first_text, Release::done}[below(random, 3)];
+        plan.shared_bytes = 64;
+        plan.leaders = below(random, 3);
+        plan.patience = std::chrono::seconds(std::array{1, 5, 1000}[below(random, 3)]);
+        if (plan.release == Release::done)
+            options.commit_delay = std::chrono::milliseconds(below(random, 2) * 700);
+        Queue queue(options, std::make_unique<RadixPlanner>(plan));
+        Life{.queue = queue, .random = random}.live(options);
+    }
+}
+
+TEST_CASE("no more than max_in_flight are on the way") {
+    Queue queue(in_flight(3));
+    queue.submit(1, 5);
+    CHECK(queue.next() == Ids{1, 2, 3});
+    CHECK(queue.answer(2));
+    CHECK(queue.next() == Ids{4});
+    CHECK(queue.core.running() == 3);
+    CHECK(queue.core.waiting() == 1);
+    CHECK(queue.core.wake(start) == never);
+}
+
+TEST_CASE("a limit of nothing is a limit of one") {
+    Queue queue(in_flight(0));
+    queue.submit(1, 2);
+    CHECK(queue.next() == Ids{1});
+    CHECK(queue.answer(1));
+    CHECK(queue.next() == Ids{2});
+}
+
+TEST_CASE("refill waits until that many places are free, and then fills all of them") {
+    auto options = in_flight(4);
+    options.refill = 3;
+    Queue queue(options);
+    queue.submit(1, 12);
+    CHECK(queue.next() == Ids{1, 2, 3, 4});
+    queue.answer(1);
+    CHECK(queue.next().empty());
+    queue.answer(2);
+    CHECK(queue.next().empty());
+    queue.answer(3);
+    CHECK(queue.next() == Ids{5, 6, 7});
+    queue.answer(5);
+    CHECK(queue.next().empty());
+}
+
+TEST_CASE("the last few are sent although they do not fill a batch") {
+    auto options = in_flight(4);
+    options.refill = 3;
+    Queue queue(options);
+    queue.submit(1, 6);
+    CHECK(queue.next() == Ids{1, 2, 3, 4});
+    queue.answer(1);
+    CHECK(queue.next().empty()); // two wait, one place is free
+    queue.answer(2);
+    CHECK(queue.next() == Ids{5, 6});
+}
+
+TEST_CASE("a refill larger than the limit means one batch after the other") {
+    auto options = in_flight(2);
+    options.refill = 100;
+    Queue queue(options);
+    queue.submit(1, 5);
+    CHECK(queue.next() == Ids{1, 2});
+    queue.answer(1);
+    CHECK(queue.next().empty());
+    queue.answer(2);
+    CHECK(queue.next() == Ids{3, 4});
+}
+
+TEST_CASE("a batch that the planner held back is completed when it lets go") {
+    auto options = in_flight(4);
+    options.refill = 4;
+    Queue queue(options, radix(Release::first_text));
+    for (RequestId id = 1; id <= 5; ++id) queue.submit(id, header + std::to_string(id));
+    CHECK(queue.next() == Ids{1});
+    queue.core.first_text(1, start);
+    CHECK(queue.next() == Ids{2, 3, 4});
+}
+
+TEST_CASE("cold prompt tokens wait for the first text of those before") {
+    auto options = in_flight(8);
+    options.prefill_tokens = 100; // 400 bytes
+    Queue queue(options);
+    for (RequestId id = 1; id <= 5; ++id) queue.submit(id, std::string(250, 'x'));
+    CHECK(queue.next() == Ids{1, 2}); // the second goes over it
+    queue.core.first_text(1, start);
+    queue.core.first_text(1, start); // says nothing new
+    CHECK(queue.next() == Ids{3});
+    CHECK(queue.next().empty());
+    SECTION("or for their end") {
+        queue.answer(2);
+        CHECK(queue.next() == Ids{4});
+        queue.answer(1); // its prompt is counted already
+        CHECK(queue.next().empty());
+    }
+    SECTION("or for their failure, and count again when made again") {
+        queue.fail(2, failed(Errc::truncated));
+        CHECK(queue.next() == Ids{4});
+        queue.answer(3);
+        queue.answer(4);
+        CHECK(queue.next(start + 1s) == Ids{5, 2});
+        queue.submit(6, std::string(250, 'x'));
+        CHECK(queue.next(start + 1s).empty());
+        queue.core.first_text(2, start + 1s);
+        CHECK(queue.next(start + 1s) == Ids{6});
+    }
+}
+
+TEST_CASE("what the server's cache shows is not cold") {
+    auto options = in_flight(8);
+    options.prefill_tokens = 50; // 200 bytes
+    Queue queue(options, radix(Release::first_text));
+    for (RequestId id = 1; id <= 4; ++id) queue.submit(id, header + std::to_string(id));
+    CHECK(queue.next() == Ids{1}); // it alone is over it
+    queue.core.first_text(1, start);
+    CHECK(queue.next() == Ids{2, 3, 4}); // 45 bytes each
+}
+
+TEST_CASE("a failed attempt is made again after the table's delay, behind those that wait") {
+    Queue queue(in_flight(1));
+    queue.submit(1, 3);
+    CHECK(queue.next() == Ids{1});
+    CHECK_FALSE(queue.fail(1, failed(Errc::truncated)));
+    CHECK(queue.core.attempts(1) == 1);
+    CHECK(queue.core.waiting() == 3);
+    CHECK(queue.next() == Ids{2});
+    queue.answer(2);
+    const auto wake = queue.core.wake(start);
+    CHECK(wake >= start + 375ms);
+    CHECK(wake <= start + 500ms);
+    CHECK(queue.next() == Ids{3});
+    queue.answer(3);
+    CHECK(queue.next(wake - 1ns).empty());
+    CHECK(queue.next(wake) == Ids{1});
+    CHECK_FALSE(queue.fail(1, failed(Errc::truncated), wake));
+    const auto second = queue.core.wake(wake);
+    CHECK(second >= wake + 750ms);
+    CHECK(queue.next(second) == Ids{1});
+    CHECK(queue.core.attempts(1) == 2);
+    CHECK(queue.fail(1, failed(Errc::truncated), second)); // the third was the last
+    CHECK(queue.core.wake(second) == never);
+}
+
+TEST_CASE("what the table does not make again has ended") {
+    for (const auto errc : {Errc::rejected, Errc::auth, Errc::context_too_long, Errc::exited,
+                            Errc::cancelled, Errc::poison}) {
+        Queue queue(in_flight(1));
+        queue.submit(1);
+        queue.next();
+        CHECK(queue.fail(1, failed(errc)));
+        CHECK(queue.core.wake(start) == never);
+    }
+    Queue queue(in_flight(1));
+    queue.submit(1);
+    queue.next();
+    CHECK(queue.core.ended(1, failed(Errc::truncated), true, start)); // seen by the caller
+}
+
+TEST_CASE("a server that has too much to do is left alone as long as it asks") {
+    Queue queue(in_flight(2));
+    queue.submit(1, 4);
+    CHECK(queue.next() == Ids{1, 2});
+    CHECK_FALSE(queue.fail(1, asked_to_wait(Errc::rate_limited, 10s)));
+    queue.answer(2, start + 1s);
+    CHECK(queue.next(start + 1s).empty()); // nothing runs, and still
+    const auto wake = queue.core.wake(start + 1s);
+    CHECK(wake >= start + 10s);
+    CHECK(wake < start + 11s);
+    CHECK(queue.next(wake - 1ns).empty());
+    CHECK(queue.next(wake) == Ids{3, 4});
+}
+
+TEST_CASE("a connection that broke before any byte is made again without counting") {
+    Queue queue(in_flight(1));
+    queue.submit(1);
+    Point now = start;
+    for (int i = 0; i < 8; ++i) {
+        CHECK(queue.next(now) == Ids{1});
+        CHECK_FALSE(queue.fail(1, failed(Errc::unreachable, evalrt::Stage::sent), now));
+        CHECK(queue.core.attempts(1) == 0);
+        now = queue.core.wake(now);
+    }
+    CHECK(queue.core.stats(now).resends == 8);
+}
+
+TEST_CASE("a deadline is named once, whatever its request does") {
+    Queue queue(in_flight(2));
+    queue.submit(1, "?", start + 10s); // will run
+    queue.submit(2, "?", start + 10s); // will be delayed
+    queue.submit(3, "?", start + 10s); // will wait
+    queue.submit(4, "?", start + 10s); // will have ended
+    queue.submit(5, "?", start + 99s); // has time
+    CHECK(queue.next() == Ids{1, 2});
+    queue.fail(2, asked_to_wait(Errc::overloaded, 60s));
+    CHECK(queue.core.cancel(4) == Place::waiting);
+    CHECK(queue.core.wake(start) == start + 10s);
+    CHECK(queue.core.late(start + 10s - 1ns).empty());
+    CHECK(queue.core.late(start + 10s) == Ids{1, 2, 3});
+    CHECK(queue.core.late(start + 11s).empty());
+    CHECK(queue.core.cancel(2) == Place::waiting);
+    CHECK(queue.core.cancel(3) == Place::waiting);
+    CHECK(queue.core.cancel(1) == Place::running);
+    // Too late for another attempt, whatever it ended with.
+    CHECK(queue.fail(1, failed(Errc::truncated), start + 11s));
+    CHECK(queue.next(start + 70s) == Ids{5});
+}
+
+TEST_CASE("cancel gives up what waits, leaves alone what runs, and knows what has ended") {
+    auto options = in_flight(2);
+    options.commit_delay = 1s;
+    Queue queue(options);
+    queue.submit(1, 5);
+    CHECK(queue.next() == Ids{1, 2});
+    CHECK(queue.core.cancel(3) == Place::waiting);
+    CHECK(queue.core.cancel(3) == Place::unknown);
+    CHECK(queue.core.cancel(2) == Place::running);
+    queue.fail(2, failed(Errc::truncated));
+    CHECK(queue.core.cancel(2) == Place::waiting); // between two attempts
+    CHECK(queue.core.cancel(2) == Place::unknown);
+    queue.answer(1);
+    CHECK(queue.core.cancel(1) == Place::unknown); // answered, though the planner has not heard
+    CHECK(queue.next() == Ids{4, 5});
+    CHECK(queue.core.cancel(99) == Place::unknown);
+    CHECK(queue.core.waiting() == 0);
+}
+
+TEST_CASE("commit_delay holds the followers back while the leader's place is free at once") {
+    auto options = in_flight(1);
+    options.commit_delay = 200ms;
+    Queue queue(options, radix(Release::done));
+    queue.submit(1, header + "1", start + 100ms);
+    queue.submit(2, header + "2");
+    queue.submit(3, "short");
+    CHECK(queue.next() == Ids{1});
+    CHECK(queue.answer(1));
+    CHECK(queue.next() == Ids{3});
+    queue.answer(3);
+    CHECK(queue.next().empty());
+    CHECK(queue.core.late(start + 150ms) == Ids{1}); // of one that has ended: cancel knows
+    CHECK(queue.core.cancel(1) == Place::unknown);
+    CHECK(queue.core.wake(start + 150ms) == start + 200ms);
+    CHECK(queue.next(start + 200ms - 1ns).empty());
+    CHECK(queue.next(start + 200ms) == Ids{2});
+}
+
+TEST_CASE("a failed leader makes a follower the leader at once and comes back itself") {
+    Queue queue(in_flight(4), radix(Release::first_text));
+    for (RequestId id = 1; id <= 3; ++id) queue.submit(id, header + std::to_string(id));
+    CHECK(queue.next() == Ids{1});
+    CHECK_FALSE(queue.fail(1, failed(Errc::truncated)));
+    CHECK(queue.next() == Ids{2});
+    CHECK(queue.next(start + 1s).empty());
+    queue.core.first_text(2, start + 1s);
+    CHECK(queue.next(start + 1s).size() == 2);
+}
+
+TEST_CASE("there is nothing to wake up for while the server is left alone or the places are full") {
+    RadixPlanner::Options plan;
+    plan.patience = 5s;
+    auto options = in_flight(3);
+    options.refill = 2;
+    Queue queue(options, std::make_unique<RadixPlanner>(plan));
+    for (RequestId id = 1; id <= 4; ++id) queue.submit(id, header + std::to_string(id));
+    queue.submit(5, "a");
+    queue.submit(6, "b");
+    CHECK(queue.next() == Ids{1, 5, 6});
+    queue.answer(5);
+    CHECK(queue.next().empty()); // one place, refill wants two
+    CHECK(queue.core.wake(start) == never);
+    queue.fail(6, asked_to_wait(Errc::overloaded, 60s));
+    CHECK(queue.next().empty());
+    CHECK(queue.core.wake(start) > start + 59s); // not when the planner loses its patience
+    CHECK(queue.core.wake(start + 10s) > start + 59s);
+}
+
+TEST_CASE("the time in flight is added up over those in flight") {
+    Queue queue(in_flight(2));
+    CHECK(queue.core.stats(start).in_flight_seconds == 0);
+    queue.submit(1, 3);
+    queue.next(start + 1s); // two from here
+    queue.answer(1, start + 3s);
+    CHECK(queue.core.stats(start + 4s).in_flight_seconds == 5);
+    queue.answer(2, start + 4s);
+    queue.next(start + 10s);
+    const auto stats = queue.core.stats(start + 11s);
+    CHECK(stats.in_flight == 1);
+    CHECK(stats.most_in_flight == 2);
+    CHECK(stats.in_flight_seconds == 6);
+    CHECK(stats.busy_seconds == 4);
+}

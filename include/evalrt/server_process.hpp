@@ -15,8 +15,8 @@ struct ServerCommand {
     std::vector<std::string> argv; ///< argv[0] is looked up on PATH; "{port}" is replaced
     std::vector<std::pair<std::string, std::string>> env; ///< added to ours, for the server alone
     std::uint16_t port = 0;                               ///< 0: any free one
-    std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)};
-    std::chrono::milliseconds stop_grace{std::chrono::seconds(5)}; ///< SIGTERM to SIGKILL
+    std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)}; ///< of async_wait_ready
+    std::chrono::milliseconds stop_grace{std::chrono::seconds(5)};      ///< SIGTERM to SIGKILL
     std::size_t keep_output = 64 * 1024; ///< the last bytes of its output, for error texts
 };
 
@@ -29,14 +29,19 @@ public:
     using Signature = void(error_code, std::string);
     using Handler = asio::any_completion_handler<Signature>;
 
+    /// Throws std::invalid_argument if there is no argv[0].
     ServerProcess(asio::any_io_executor executor, ServerCommand command, LogSink log = {});
-    ~ServerProcess(); ///< kills what still runs; does not block longer than that takes
+    ServerProcess(const ServerProcess&) = delete;
+    ServerProcess& operator=(const ServerProcess&) = delete;
 
-    /// Starts the server and drains its output from then on.
+    /// Kills what still runs, which does not take longer than that; pending operations are aborted.
+    ~ServerProcess();
+
+    /// Starts the server, also again after it has ended, and drains its output from then on.
     ///
     /// Completes  when the program runs: the port is known, nothing is loaded yet.
-    /// Errors     exited (cannot be executed), unreachable (the port is in use); the string says
-    ///            what is wrong and what to do.
+    /// Errors     exited (cannot be executed), unreachable (the port is in use), already_started;
+    ///            the string says what is wrong and what to do.
     /// Cancel     any type; what was started is killed.
     /// Lifetime   *this must outlive the operation.
     template <asio::completion_token_for<Signature> Token = asio::deferred_t>
@@ -46,18 +51,18 @@ public:
     }
 
     /// Waits until the server answers: asks `probe` (a Backend that talks to this server) for one
-    /// token until it succeeds, and checks that the listener on the port is ours.
+    /// token until it succeeds, and checks that the listener on the port is in its process group.
     ///
-    /// Completes  at the first answer.
+    /// Completes  at the first answer; after an error or cancellation when the probe has ended.
     /// Errors     exited (with the last lines of its output), timed_out, unreachable (a stranger
-    ///            on the port), rejected and auth (it answers, but not to this request).
+    ///            on the port), rejected (a 4xx again and again) and auth.
     /// Cancel     any type.
     /// Lifetime   *this and probe must outlive the operation.
     template <asio::completion_token_for<Signature> Token = asio::deferred_t>
     auto async_wait_ready(Backend& probe, Request one_token, Token&& token = Token()) {
         return asio::async_initiate<Token, Signature>(
-            [this, &probe](Handler handler, Request one_token) {
-                wait_ready(probe, std::move(one_token), std::move(handler));
+            [this, &probe](Handler handler, Request request) {
+                wait_ready(probe, std::move(request), std::move(handler));
             },
             token, std::move(one_token));
     }
@@ -65,6 +70,8 @@ public:
     /// SIGTERM to the group, SIGKILL after the grace, and waits for the end.
     ///
     /// Completes  when no process of the group is left; at once if none was started.
+    /// Cancel     any type; the server is stopped all the same.
+    /// Lifetime   *this must outlive the operation.
     template <asio::completion_token_for<void(error_code)> Token = asio::deferred_t>
     auto async_stop(Token&& token = Token()) {
         return asio::async_initiate<Token, void(error_code)>(
@@ -74,8 +81,12 @@ public:
             token);
     }
 
-    /// Completes when the server ends by itself or is stopped; at once if it does not run. The
-    /// string says how it ended ("exit status 3", "killed by signal 9").
+    /// Waits for the end of the server, after which no process of its group is left.
+    ///
+    /// Completes  when it has ended by itself or was stopped; at once if it does not run. The
+    ///            string says how it ended ("exit status 3", "killed by signal 9").
+    /// Cancel     any type; the server runs on.
+    /// Lifetime   *this must outlive the operation.
     template <asio::completion_token_for<Signature> Token = asio::deferred_t>
     auto async_wait_exit(Token&& token = Token()) {
         return asio::async_initiate<Token, Signature>(

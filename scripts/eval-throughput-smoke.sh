@@ -110,8 +110,10 @@ if [ "$score" = yes ]; then
                 "$out/$name/out.jsonl" >"$out/score-$name.json"
         else
             score_env=$(make_venv_for bfcl-score "$ROOT/scripts/score_bfcl.py") || exit 2
-            "$score_env/bin/python" "$ROOT/scripts/score_bfcl.py" --category "$suite" \
-                "$(find "$out/$name" -name "BFCL_v4_${suite}_result.json")" >"$out/score-$name.json"
+            rows=$(find "$out/$name" -name "BFCL_v4_${suite}_result.json")
+            [ -n "$rows" ] || die "nothing to score: no case of the run '$name' was answered"
+            "$score_env/bin/python" "$ROOT/scripts/score_bfcl.py" --data "$BFCL_DATA" --mode prompt \
+                --category "$suite" "$rows" >"$out/score-$name.json"
         fi
         scores+=("$out/score-$name.json")
     done

@@ -70,6 +70,9 @@ if wanted real; then
     say "real: the bytes of bfcl_eval's own client"
     "$wire/bin/python" "$ROOT/tests/real/bfcl_wire.py" --data "$BFCL_DATA" \
         --bodies "$(build_dir dev)/bin/bfcl_bodies" || failed+=("real: bfcl_wire")
+    say "real: bfcl_eval's own checker"
+    checker=$(make_venv_for bfcl-score "$ROOT/scripts/score_bfcl.py") || exit 2
+    "$checker/bin/python" "$ROOT/tests/real/score_bfcl_test.py" --data "$BFCL_DATA" || failed+=("real: score_bfcl")
     say "real: mlx_lm.server"
     "$ENGINE/bin/python" "$ROOT/scripts/make_model.py" "$ENGINE_MODEL-tools" \
         --tools-template "$ROOT/tests/data/tool-chat-template.jinja" >&2

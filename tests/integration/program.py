@@ -271,7 +271,8 @@ class Program(unittest.TestCase):
 
     def interrupted(self, signal_number):
         lines = [line("quick", "x")] + [line(f"slow{i}", f"sleep 30 {i}") for i in range(20)]
-        process = self.start("run", self.suite(*lines), "-o", "o", *self.own_server())
+        process = self.start("run", self.suite(*lines), "-o", "o", *self.own_server(), "--order",
+                             "fifo")
         deadline = time.monotonic() + 30
         part = self.dir / "o.part"
         while time.monotonic() < deadline and not (part.exists() and part.read_text()):

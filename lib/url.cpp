@@ -23,13 +23,15 @@ Url parse_url(std::string_view text) {
     } else {
         refuse("it does not begin with http:// or https://");
     }
-    for (const char c : rest)
+    for (const unsigned char c : rest) {
         if (c <= ' ' || c == 0x7f) refuse("it has a space or a control character");
+        if (c > 0x7f) refuse("it has a character that is not ASCII");
+    }
+    if (rest.find_first_of("?#") != rest.npos) refuse("it has a query");
     const auto slash = rest.find('/');
     auto authority = rest.substr(0, slash);
     if (slash != rest.npos) url.base = rest.substr(slash);
     while (url.base.ends_with('/')) url.base.pop_back();
-    if (url.base.find_first_of("?#") != url.base.npos) refuse("it has a query");
     if (authority.find('@') != authority.npos)
         refuse("it has a user name; a key belongs into the environment or --api-key-file");
     if (authority.starts_with('[')) {

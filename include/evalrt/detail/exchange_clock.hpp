@@ -40,7 +40,10 @@ public:
         Limit limit;
         const auto consider = [&](Point from, std::chrono::milliseconds span,
                                   std::string_view what) {
-            if (span.count() > 0 && from + span < limit.at) limit = {from + span, what, span};
+            using Span = std::chrono::milliseconds;
+            const bool endless = span >= std::chrono::duration_cast<Span>(Point::max() - from);
+            if (span > Span::zero() && !endless && from + span < limit.at)
+                limit = {from + span, what, span};
         };
         switch (state_) {
         case Phase::connecting: consider(phase_, limits_.connect, "connection"); break;

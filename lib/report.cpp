@@ -14,8 +14,8 @@ namespace json = boost::json;
 namespace detail {
 
 void Quantiles::add(double value) {
-    const double steps = value <= lowest ? 0 : std::log(value / lowest) / std::log(growth);
-    ++buckets_[std::min(std::size_t(steps), buckets_.size() - 1)];
+    const double steps = value > lowest ? std::log(value / lowest) / std::log(growth) : 0;
+    ++buckets_[std::size_t(std::min(steps, double(buckets_.size() - 1)))];
     ++count_;
 }
 
@@ -67,8 +67,9 @@ void Report::add(const Response& response) {
     const auto& timing = response.timing;
     if (!timing.first_text) return;
     ttft_.add(timing.first_text->count());
-    // By the server's count: it may send several tokens at once.
-    if (const auto tokens = response.usage.completion_tokens.value_or(0); tokens > 1)
+    // By the server's count: it may send several tokens at once. But all at once show no time.
+    const auto tokens = response.usage.completion_tokens.value_or(0);
+    if (tokens > 1 && timing.last_text > timing.first_text)
         inter_token_.add((timing.last_text->count() - timing.first_text->count()) /
                          double(tokens - 1));
 }

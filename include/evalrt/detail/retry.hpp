@@ -49,7 +49,7 @@ public:
             state.resends < options_.free_resends && !delivered) {
             state.empty_close = empty_close;
             ++state.resends;
-            return {true, jittered(std::min(50u << state.resends, 1000u)), false};
+            return {true, jittered(std::min(50u << std::min(state.resends, 5u), 1000u)), false};
         }
         state.empty_close = empty_close;
         ++state.attempts;

@@ -1,0 +1,277 @@
+#include "json_text.hpp"
+
+#include "support/catch.hpp"
+
+#include <boost/json.hpp>
+
+#include <random>
+
+namespace json = boost::json;
+using namespace evalrt::detail;
+
+namespace {
+
+std::string changed(std::string_view object, std::vector<Change> changes) {
+    return with_changes(object, changes);
+}
+
+Change set(std::string_view key, std::string value) { return {key, std::move(value)}; }
+Change drop(std::string_view key) { return {key, {}}; }
+
+// Random JSON, written with random white space.
+struct Author {
+    std::mt19937 random;
+
+    std::size_t below(std::size_t n) { return random() % n; }
+
+    std::string space() {
+        static constexpr const char* spaces[] = {"", "", "", " ", "\n", "\t ", "\r\n  "};
+        return spaces[below(std::size(spaces))];
+    }
+    std::string string() {
+        static constexpr const char* parts[] = {
+            "a",   "{",       "}",    "[",        "]",     ",", ":", "\\\"",    "\\\\",
+            "\\n", "\\u00e9", "null", "\xC3\xA9", "model", " ", "/", "\\\\\\\""};
+        std::string out = "\"";
+        for (auto n = below(5); n > 0; --n) out += parts[below(std::size(parts))];
+        return out + '"';
+    }
+    std::string value(int depth = 0) {
+        static constexpr const char* scalars[] = {"null", "true", "false", "0",    "-12.5e+3",
+                                                  "1.0",  "[]",   "{}",    "1e-7", "{ }"};
+        switch (below(depth > 3 ? 2 : 4)) {
+        case 0: return scalars[below(std::size(scalars))];
+        case 1: return string();
+        case 2: {
+            std::string out = "[" + space();
+            for (auto n = below(4), i = n; i > 0; --i)
+                out += value(depth + 1) + space() + (i > 1 ? "," + space() : "");
+            return out + "]";
+        }
+        default: return object(depth + 1);
+        }
+    }
+    std::string object(int depth) {
+        std::string out = "{" + space();
+        const auto n = below(5);
+        for (std::size_t i = 0; i < n; ++i) {
+            const auto name = string();
+            // Keys differ, so that what Boost.JSON makes of them is beyond doubt.
+            out += name.substr(0, name.size() - 1) + char('0' + i) + '"' + space() + ":" + space() +
+                   value(depth) + space() + (i + 1 < n ? "," + space() : "");
+        }
+        return out + "}";
+    }
+};
+
+} // namespace
+
+TEST_CASE("members are found as they are written") {
+    const auto list = members(R"(  { "a" : 1.50, "b\"}":"x, \\", "c":{"a":[{}, "]"]},"d":[ ] } )");
+    REQUIRE(list.size() == 4);
+    CHECK(list[0].key == "a");
+    CHECK(list[0].value == "1.50");
+    CHECK(list[0].text == R"("a" : 1.50)");
+    CHECK(list[1].key == R"(b\"})");
+    CHECK(list[1].value == R"("x, \\")");
+    CHECK(list[2].value == R"({"a":[{}, "]"]})");
+    CHECK(list[3].value == "[ ]");
+    CHECK(members("{}").empty());
+    CHECK(members(" { } ").empty());
+    CHECK(members("[1]").empty());
+    CHECK(members("null").empty());
+    CHECK(members("").empty());
+}
+
+TEST_CASE("elements are found as they are written") {
+    const auto list = elements(R"([1 , "a,]", [2,[3]],{"b":[]} , null])");
+    REQUIRE(list.size() == 5);
+    CHECK(list[0] == "1");
+    CHECK(list[1] == R"("a,]")");
+    CHECK(list[2] == "[2,[3]]");
+    CHECK(list[3] == R"({"b":[]})");
+    CHECK(list[4] == "null");
+    CHECK(elements("[ ]").empty());
+    CHECK(elements(R"("[1]")").empty());
+    CHECK(elements("").empty());
+}
+
+TEST_CASE("a member of an object within is none of the object") {
+    const auto list = members(R"({"x": {"seed": 1}, "y": "\"seed\": 2"})");
+    CHECK_FALSE(member(list, "seed"));
+    CHECK(member(list, "x") == R"({"seed": 1})");
+}
+
+TEST_CASE("a change leaves the other bytes as they were") {
+    const std::string_view object = R"({ "a":1 ,"b" :{"a":2},  "c": "}" })";
+    CHECK(changed(object, {}) == object);
+    CHECK(changed(object, {set("a", "9")}) == R"({ "a":9 ,"b" :{"a":2},  "c": "}" })");
+    CHECK(changed(object, {set("b", "[]")}) == R"({ "a":1 ,"b" :[],  "c": "}" })");
+    CHECK(changed(object, {set("c", "null")}) == R"({ "a":1 ,"b" :{"a":2},  "c": null })");
+    CHECK(changed(object, {set("d", "4")}) == R"({ "a":1 ,"b" :{"a":2},  "c": "}", "d": 4 })");
+    CHECK(changed(object, {drop("d")}) == object);
+}
+
+TEST_CASE("a member can be dropped wherever it stands") {
+    const std::string_view object = R"({"a":1,"b":2, "c":3})";
+    CHECK(changed(object, {drop("a")}) == R"({"b":2, "c":3})");
+    CHECK(changed(object, {drop("b")}) == R"({"a":1, "c":3})");
+    CHECK(changed(object, {drop("c")}) == R"({"a":1,"b":2})");
+    CHECK(changed(object, {drop("a"), drop("b")}) == R"({"c":3})");
+    CHECK(changed(object, {drop("b"), drop("c")}) == R"({"a":1})");
+    CHECK(changed(object, {drop("a"), drop("c")}) == R"({"b":2})");
+    CHECK(changed(object, {drop("a"), drop("b"), drop("c")}) == "{}");
+    CHECK(changed(object, {drop("c"), set("d", "4")}) == R"({"a":1,"b":2, "d": 4})");
+    CHECK(changed(object, {drop("a"), drop("b"), drop("c"), set("d", "4")}) == R"({"d": 4})");
+    CHECK(changed("{}", {set("a", "1"), set("b", "2")}) == R"({"a": 1, "b": 2})");
+    CHECK(changed(" { } ", {set("a", "1")}) == R"( {"a": 1 } )");
+    CHECK(changed(R"({"a" : 1})", {drop("a")}) == "{}");
+}
+
+TEST_CASE("every member of a name is changed, the last change of a name counts") {
+    CHECK(changed(R"({"a":1,"b":2,"a":3})", {set("a", "0")}) == R"({"a":0,"b":2,"a":0})");
+    CHECK(changed(R"({"a":1,"b":2,"a":3})", {drop("a")}) == R"({"b":2})");
+    CHECK(changed(R"({"a":null})", {drop("a"), set("a", "1")}) == R"({"a":1})");
+}
+
+TEST_CASE("random objects with random changes are what Boost.JSON makes of them") {
+    Author author{std::mt19937(11)};
+    for (int i = 0; i < 3000; ++i) {
+        const std::string text = author.space() + author.object(0) + author.space();
+        CAPTURE(text);
+        auto expected = json::parse(text).as_object();
+        const auto list = members(text);
+        REQUIRE(list.size() == expected.size());
+        for (const auto& it : list) {
+            REQUIRE(it.text.starts_with("\"" + std::string(it.key) + "\""));
+            REQUIRE(it.text.ends_with(it.value));
+            REQUIRE(expected.at(from_json_string("\"" + std::string(it.key) + "\"")) ==
+                    json::parse({it.value.data(), it.value.size()}));
+        }
+        std::vector<Change> changes;
+        for (const auto& it : list)
+            if (author.below(3) == 0)
+                changes.push_back(
+                    {it.key, author.below(2) ? std::optional(author.value()) : std::nullopt});
+        if (author.below(2)) changes.push_back(set("new", author.value()));
+        if (author.below(4) == 0) changes.push_back(drop("absent"));
+        for (const auto& it : changes) {
+            const auto key = from_json_string("\"" + std::string(it.key) + "\"");
+            if (it.value)
+                expected[key] = json::parse(*it.value);
+            else
+                expected.erase(key);
+        }
+        const auto result = changed(text, changes);
+        CAPTURE(result);
+        REQUIRE(json::parse(result) == json::value(expected));
+        // Whoever was not changed stands there byte for byte, in the old order.
+        std::vector<std::string_view> before, after;
+        const auto unchanged = [&](const Member& it) {
+            return std::none_of(changes.begin(), changes.end(),
+                                [&](const Change& change) { return change.key == it.key; });
+        };
+        for (const auto& it : list)
+            if (unchanged(it)) before.push_back(it.text);
+        const auto list_after = members(result);
+        for (const auto& it : list_after)
+            if (unchanged(it)) after.push_back(it.text);
+        REQUIRE(before == after);
+        if (changes.empty()) REQUIRE(result == text);
+    }
+}
+
+TEST_CASE("random arrays fall into the elements that Boost.JSON finds") {
+    Author author{std::mt19937(12)};
+    for (int i = 0; i < 1000; ++i) {
+        std::string text = "[";
+        for (auto n = author.below(5), k = n; k > 0; --k)
+            text += author.space() + author.value() + author.space() + (k > 1 ? "," : "");
+        text += "]";
+        CAPTURE(text);
+        json::array found;
+        for (const auto it : elements(text)) found.push_back(json::parse({it.data(), it.size()}));
+        REQUIRE(json::value(found) == json::parse(text));
+    }
+}
+
+TEST_CASE("text becomes a JSON string and comes back") {
+    const std::string text =
+        std::string("a\"\\/\b\f\n\r\t\x01\x1f\0z", 14) + "\xC3\xA9\xF0\x9F\x98\x80";
+    CHECK(from_json_string(json_string(text)) == text);
+    CHECK(json::parse(json_string(text)) == json::value(text));
+    CHECK(json_string("") == R"("")");
+    CHECK(from_json_string(R"("\u00e9\ud83d\ude00")") == "\xC3\xA9\xF0\x9F\x98\x80");
+    CHECK(from_json_string("12").empty());
+    CHECK(from_json_string("\"").empty());
+    CHECK(from_json_string("").empty());
+}
+
+TEST_CASE("bytes that are no UTF-8 become U+FFFD") {
+    const std::string r = "\xEF\xBF\xBD";
+    const std::string good =
+        "a\x7f\xC3\xA9\xE4\xBD\xA0\xED\x9F\xBF\xF0\x9F\x98\x80\xF4\x8F\xBF\xBF";
+    CHECK(repaired_utf8("") == "");
+    CHECK(repaired_utf8(good) == good);
+    CHECK(repaired_utf8("a\xff"
+                        "b") == "a" + r + "b");
+    CHECK(repaired_utf8("\x80") == r);
+    CHECK(repaired_utf8("\xC0\x80") == r + r);
+    CHECK(repaired_utf8("\xED\xA0\x80") == r + r + r);         // a surrogate
+    CHECK(repaired_utf8("\xF4\x90\x80\x80") == r + r + r + r); // above U+10FFFF
+    CHECK(repaired_utf8("\xE0\x9F\xBF") == r + r + r);         // too long a form
+    CHECK(repaired_utf8("\xE4\xBD"
+                        "a") == r + "a"); // cut off: one for all
+    CHECK(repaired_utf8("\xF0\x9F\x98") == r);
+    CHECK(repaired_utf8("\xE4\xE4\xBD\xA0") == r + "\xE4\xBD\xA0");
+}
+
+TEST_CASE("what servers write though it is no JSON is repaired") {
+    // Lone surrogates, in whatever company.
+    CHECK(repaired_json(R"({"a":"x\ud800y"})") == R"({"a":"x\ufffdy"})");
+    CHECK(repaired_json(R"(["\ude00\ud83d","\uD83D"])") == R"(["\ufffd\ufffd","\ufffd"])");
+    CHECK(repaired_json(R"(["\ud83d\ud83d\ude00","\ud83dA"])") ==
+          R"(["\ufffd\ud83d\ude00","\ufffdA"])");
+    CHECK(repaired_json(R"(["\ude00\ude00","\udbff\udfff"])") ==
+          R"(["\ufffd\ufffd","\udbff\udfff"])");
+    CHECK(repaired_json("[\"\xff\"]") == "[\"\xEF\xBF\xBD\"]");
+    // Numbers that are none.
+    CHECK(repaired_json(R"([NaN, -Infinity,Infinity ,"NaN"])") == R"([null, null,null ,"NaN"])");
+    CHECK(repaired_json(R"({"NaN":nan,"b":-inf})") == R"({"NaN":null,"b":null})");
+    CHECK(repaired_json("[1e999,-1e999]") == "[null,null]");
+    CHECK(repaired_json("NaN") == "null");
+    CHECK(repaired_json("[123456789012345678901,-123456789012345678901,9000000000000000000]") ==
+          "[123456789012345678901e0,-123456789012345678901e0,9000000000000000000]");
+    // Control characters within a string.
+    CHECK(repaired_json("{\"a\":\t\"b\tc\n\"}\n") == "{\"a\":\t\"b\\u0009c\\u000a\"}\n");
+    // An escape decides how far a string goes.
+    CHECK(repaired_json(R"(["\\", NaN, "\"NaN", "\\ud800"])") ==
+          R"(["\\", null, "\"NaN", "\\ud800"])");
+}
+
+TEST_CASE("what is JSON, or past repair, stays as it is") {
+    Author author{std::mt19937(13)};
+    for (int i = 0; i < 1000; ++i) {
+        const auto text = author.object(0);
+        REQUIRE(repaired_json(text) == text);
+    }
+    for (const std::string_view text :
+         {"", "{", "[\"", "[\"\\", "[\"\\u", "[\"\\ud8", "[\"\\ud83d\\", "[\"\\ud83d\\u12",
+          "<html>", "tru", "\"\\x\"", "[-]", "[--1]", "{\"a\":nil}", "[1e]", "[NaNa]", "\\ud800"})
+        CHECK(repaired_json(text) == (text == "[\"\\ud83d\\"      ? "[\"\\ufffd\\"
+                                      : text == "[\"\\ud83d\\u12" ? "[\"\\ufffd\\u12"
+                                                                  : text));
+}
+
+TEST_CASE("a repair of random damage is valid UTF-8 and never longer than six times the text") {
+    Author author{std::mt19937(14)};
+    for (int i = 0; i < 3000; ++i) {
+        auto text = author.object(0);
+        for (auto n = author.below(4); n > 0; --n)
+            text.insert(author.below(text.size() + 1), 1, char(author.random()));
+        const auto repaired = repaired_json(text);
+        REQUIRE(repaired_utf8(repaired) == repaired);
+        REQUIRE(repaired.size() <= 6 * text.size());
+        REQUIRE(repaired_json(repaired) == repaired);
+    }
+}

@@ -124,6 +124,7 @@ std::string_view trimmed_json(std::string_view body) {
 class ObjectParser {
 public:
     bool parse(std::string_view& text, dom::element& object) {
+        if (text.empty()) return false; // simdjson would hand its null pointer to memcpy
         if (parser_.parse(text.data(), text.size()).get(object)) {
             repaired_ = repaired_json(text);
             text = repaired_;
@@ -508,6 +509,7 @@ void read_rejection(int status, std::string body, Response& response) {
 }
 
 std::optional<std::string> check_object(std::string_view text) {
+    if (text.empty()) return "not JSON (it is empty)";
     thread_local dom::parser parser;
     dom::element element;
     if (const auto error = parser.parse(text.data(), text.size()).get(element))

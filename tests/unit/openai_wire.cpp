@@ -1283,6 +1283,7 @@ TEST_CASE("a prompt's segments come in the order in which the template renders t
     CHECK(segments("mlx-server", R"({"messages":[]})") == "");
     CHECK(segments("mlx-server", "{") == "");
     CHECK(segments("mlx-server", "") == "");
+    CHECK(read_prompt(Request(), row_of("mlx-server")).segments.empty());
 }
 
 TEST_CASE("a prompt's domain is its endpoint and model, its output the most it asks for") {

@@ -127,6 +127,7 @@ public:
 
     std::optional<Pick> next(Point now) override {
         wake_ = Point::max();
+        passed_ = 0;
         if (root().waiting == 0) return {};
         Node* node = find(root(), now, false);
         if (!node && running_ == 0) node = find(root(), now, true);
@@ -163,6 +164,10 @@ public:
 private:
     // Prompts are compared by blocks of this many bytes, some 16 tokens.
     static constexpr std::size_t block = 64;
+
+    // Groups that may not begin yet and are passed by in search of something else; more change
+    // little and cost time.
+    static constexpr unsigned look_ahead = 256;
 
     // A block's name: a hash of all bytes from the prompt's begin to the block's end.
     using Block = std::uint64_t;
@@ -310,11 +315,14 @@ private:
         if (node.waiting == 0) return nullptr;
         if (const auto until = held(node); !any && now < until) {
             wake_ = std::min(wake_, until);
+            passed_ += !node.leader;
             return nullptr;
         }
         if (!node.own.empty()) return &node;
-        for (Node* it : node.children)
+        for (Node* it : node.children) {
             if (Node* found = find(*it, now, any)) return found;
+            if (passed_ == look_ahead) break;
+        }
         return nullptr;
     }
 
@@ -378,6 +386,7 @@ private:
     std::size_t running_ = 0;
     std::set<std::pair<Point, RequestId>> leading_; // who fills a shared prefix, since when
     Point wake_ = Point::max();
+    unsigned passed_ = 0; // by the last next()
 };
 
 } // namespace evalrt

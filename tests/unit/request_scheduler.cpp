@@ -191,6 +191,21 @@ TEST_CASE("an answer that is there at once still comes after the call") {
     CHECK(asked.response.attempts == 1);
 }
 
+TEST_CASE("no handler runs inside a call that is made on the executor itself") {
+    Setup setup;
+    asio::post(setup.io, [&] {
+        auto& asked = setup.ask();
+        cancel(asked);
+        CHECK(asked.completions == 0);
+        setup.ask();
+        setup.scheduler.close(Errc::exited, "gone");
+        CHECK(setup.all.back().completions == 0);
+        setup.ask(); // checks it too
+    });
+    setup.run();
+    for (const auto& asked : setup.all) CHECK(asked.completions == 1);
+}
+
 TEST_CASE("a request that waits is cancelled without being sent") {
     Setup setup(in_flight(1));
     auto& running = setup.ask();
@@ -291,6 +306,26 @@ TEST_CASE("a signal after the end does nothing") {
     setup.run();
     cancel(waiting);
     CHECK(waiting.completions == 1);
+}
+
+TEST_CASE("a signal after the end reaches nobody, even before the handler has run") {
+    asio::io_context io;
+    asio::cancellation_signal signal;
+    int cancels = 0, completions = 0;
+    evalrt::Backend::Handler handler(
+        asio::bind_cancellation_slot(signal.slot(), [&](error_code, Response) { ++completions; }));
+    evalrt::detail::on_cancel(handler, [&] { ++cancels; });
+    signal.emit(asio::cancellation_type::none);
+    CHECK(cancels == 0);
+    signal.emit(asio::cancellation_type::total);
+    CHECK(cancels == 1);
+    evalrt::detail::complete(io.get_executor(), std::move(handler), error_code(), Response());
+    signal.emit(asio::cancellation_type::total);
+    CHECK(completions == 0);
+    io.poll();
+    signal.emit(asio::cancellation_type::total);
+    CHECK(cancels == 1);
+    CHECK(completions == 1);
 }
 
 TEST_CASE("a caller may cancel while it is given text") {

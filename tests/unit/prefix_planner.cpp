@@ -245,7 +245,7 @@ Question random_question(Random& random, std::string_view letters = "AB") {
 }
 
 struct Event {
-    enum Kind { add, next, remove, progress, later } kind;
+    enum Kind { added, asked, removed, progressed, later } kind;
     RequestId id = 0;
     std::optional<Pick> pick;
 };
@@ -265,10 +265,10 @@ void live(PrefixPlanner& planner, Random& random, std::string_view letters, Chec
             const auto question = random_question(random, letters);
             add(planner, ++last, question.text, question.output, question.domain);
             waiting.push_back(last);
-            check(Event{Event::add, last, {}}, question, Step{}, now);
+            check(Event{Event::added, last, {}}, question, Step{}, now);
         } else if (dice < 60) {
             const auto pick = planner.next(now);
-            check(Event{Event::next, 0, pick}, Question(), Step{}, now);
+            check(Event{Event::asked, 0, pick}, Question(), Step{}, now);
             if (!pick) continue;
             REQUIRE(std::erase(waiting, pick->id) == 1); // it waited: nothing comes out twice
             running.push_back(pick->id);
@@ -277,14 +277,14 @@ void live(PrefixPlanner& planner, Random& random, std::string_view letters, Chec
             const RequestId id = 1 + below(random, unsigned(last) + 1); // also unknown and running
             planner.remove(id);
             if (std::erase(waiting, id))
-                check(Event{Event::remove, id, {}}, Question(), Step{}, now);
+                check(Event{Event::removed, id, {}}, Question(), Step{}, now);
         } else if (dice < 90) {
             if (running.empty()) continue;
             const auto id = any_of(running);
             const auto step_made =
                 std::array{Step::first_text, Step::done, Step::failed}[below(random, 3)];
             planner.progressed(id, step_made, now);
-            check(Event{Event::progress, id, {}}, Question(), step_made, now);
+            check(Event{Event::progressed, id, {}}, Question(), step_made, now);
             if (step_made != Step::first_text) std::erase(running, id);
         } else {
             now += std::chrono::seconds(below(random, 5));
@@ -310,14 +310,14 @@ TEST_CASE("a random life of a planner goes as the naive model says") {
         live(planner, random, "AB",
              [&](const Event& event, const Question& question, Step step, Point now) {
                  switch (event.kind) {
-                 case Event::add: model.add(event.id, question); break;
-                 case Event::remove: model.remove(event.id); break;
-                 case Event::progress:
+                 case Event::added: model.add(event.id, question); break;
+                 case Event::removed: model.remove(event.id); break;
+                 case Event::progressed:
                      model.progressed(event.id, step);
                      promoted += step == Step::failed;
                      break;
                  case Event::later: break;
-                 case Event::next: {
+                 case Event::asked: {
                      const bool idle = !model.has_running();
                      const bool waits = model.has_waiting();
                      const auto expected = model.next(now);
@@ -364,14 +364,14 @@ TEST_CASE("who shares a prefix worth waiting for does not go before the leader's
         std::map<RequestId, Seen> all;
         live(planner, random, "AB",
              [&](const Event& event, const Question& question, Step step, Point) {
-                 if (event.kind == Event::add) all[event.id].question = question;
-                 if (event.kind == Event::progress) {
+                 if (event.kind == Event::added) all[event.id].question = question;
+                 if (event.kind == Event::progressed) {
                      auto& seen = all.at(event.id);
                      seen.visible |= step == Step::done ||
                                      (step == Step::first_text && options.release != Release::done);
                      if (step != Step::first_text) seen.running = false;
                  }
-                 if (event.kind != Event::next || !event.pick) return;
+                 if (event.kind != Event::asked || !event.pick) return;
                  auto& mine = all.at(event.pick->id);
                  std::size_t known = 0, unknown = 0;
                  for (const auto& [id, other] : all) {
@@ -400,7 +400,7 @@ TEST_CASE("the same calls give the same order, whatever the bytes hash to") {
             RadixPlanner planner(random_options(random));
             Ids order;
             live(planner, random, letters, [&](const Event& event, const Question&, Step, Point) {
-                if (event.kind == Event::next) order.push_back(event.pick ? event.pick->id : 0);
+                if (event.kind == Event::asked) order.push_back(event.pick ? event.pick->id : 0);
             });
             orders.push_back(order);
         }

@@ -2,7 +2,7 @@
 """The smoke run's bookkeeping: what it asks for time to first token, and its report.
 
     smoke_report.py ttft-requests SUITE.jsonl OUT.jsonl
-    smoke_report.py limit-requests SEQUENTIAL WIDTH OUT.jsonl
+    smoke_report.py limit-requests DIR WIDTH OUT.jsonl
     smoke_report.py report DIR --min-speedup X [--scores SEQUENTIAL.json BATCHED.json]
 
 `report` reads what the two runs left in DIR, prints the comparison, writes DIR/report.json and
@@ -45,6 +45,44 @@ def ttft_requests(suite, out, pairs=6):
         add(f"cold-{i}", body, f"Run {i}{i * 7919}. ")
         add(f"warm-{i}", body)
     write_lines(out, rows)
+
+
+WORDS = ("river", "stone", "garden", "winter", "letter", "engine", "market", "silver", "window",
+         "forest", "island", "summer", "bridge", "candle", "mirror", "harbor")
+
+
+def limit_requests(folder, width, out):
+    """As many requests as the server decodes at once, with prompts as long as the suite's that
+    share nothing and go on for a while: what the engine can do when nothing keeps it from it."""
+    run = json.loads((Path(folder) / "sequential.json").read_text())
+    length = max(40, (run["prompt_tokens"] or 0) // max(1, run["requests"]) - 40)
+    rows = []
+    for i in range(width):
+        story = " ".join(WORDS[(i * 7 + j * (i + 3)) % len(WORDS)] for j in range(length))
+        rows.append({"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": {
+            "messages": [{"role": "user", "content": f"Story {i}: {story}. Write a long story about it."}],
+            "temperature": 0, "max_tokens": 64}})
+    write_lines(out, rows)
+
+
+def engine_limit(folder, before, after):
+    """The time in which the engine could at best have answered the suite: every token that no cache
+    could hold prefilled once, every output token decoded at the full width."""
+    wave, pace = folder / "limit.jsonl", folder / "ttft.jsonl"
+    if not wave.exists() or not pace.exists() or after["cached_tokens"]["maximum"] is None:
+        return None
+    wave = [row["evalrt"] for row in lines(wave)]
+    last = max(wave, key=lambda row: row["queued_ms"] + (row["first_text_ms"] or 0))
+    # The last to begin is not held up by anybody's prefill.
+    step = (last["total_ms"] - last["queued_ms"] - last["first_text_ms"]) / (last["completion_tokens"] - 1)
+    decode = len(wave) * 1000 / step
+    prefill = median([1000 * row["evalrt"]["prompt_tokens"] / row["evalrt"]["first_text_ms"]
+                      for row in lines(pace) if row["custom_id"].startswith("cold")])
+    cold = after["prompt_tokens"] - after["cached_tokens"]["maximum"]
+    seconds = cold / prefill + after["completion_tokens"] / decode
+    return {"seconds": round(seconds, 2), "speedup": round(before["wall_seconds"] / seconds, 3),
+            "width": len(wave), "decode_tokens_per_second": round(decode, 1),
+            "prefill_tokens_per_second": round(prefill, 1)}
 
 
 def answers(folder):
@@ -124,10 +162,8 @@ def report(folder, min_speedup, scores):
     speedup = before["wall_seconds"] / after["wall_seconds"] if after["wall_seconds"] else None
     cold, warm = ttft(folder)
     out = {"sequential": before, "batched": after, "speedup": speedup and round(speedup, 3),
-           "ttft_cold_ms": cold, "ttft_warm_ms": warm, "score": None}
-    limit = folder / "limit.json"
-    if limit.exists():
-        out["engine_limit"] = json.loads(limit.read_text())
+           "ttft_cold_ms": cold, "ttft_warm_ms": warm, "score": None,
+           "engine_limit": engine_limit(folder, before, after)}
     if scores:
         out["score"] = paired(*(json.loads(Path(path).read_text()) for path in scores))
     (folder / "report.json").write_text(json.dumps(out, indent=1) + "\n")
@@ -145,10 +181,11 @@ def report(folder, min_speedup, scores):
         print(f"{row[0]:<26}{row[1]:>16}{row[2]:>16}")
     print()
     print(f"speed-up: {number(speedup, 2)}x", end="")
-    if "engine_limit" in out and speedup:
+    if out["engine_limit"] and speedup:
         best = out["engine_limit"]
-        print(f" (the engine's own limit on these requests: {number(best['speedup'], 2)}x, "
-              f"{100 * speedup / best['speedup']:.0f} % of it reached)", end="")
+        print(f" (the engine's own limit is about {number(best['speedup'], 1)}x: "
+              f"{best['decode_tokens_per_second']:.0f} tokens/s decoded {best['width']} at once, "
+              f"{best['prefill_tokens_per_second']:.0f} prefilled)", end="")
     print()
     if cold and warm:
         print(f"time to first token at one in flight: {cold:,.0f} ms with a cold prefix, "
@@ -182,6 +219,10 @@ def main():
     command = commands.add_parser("ttft-requests")
     command.add_argument("suite")
     command.add_argument("out")
+    command = commands.add_parser("limit-requests")
+    command.add_argument("folder")
+    command.add_argument("width", type=int)
+    command.add_argument("out")
     command = commands.add_parser("report")
     command.add_argument("folder")
     command.add_argument("--min-speedup", type=float, default=3.0)
@@ -189,6 +230,8 @@ def main():
     args = parser.parse_args()
     if args.command == "ttft-requests":
         return ttft_requests(args.suite, args.out)
+    if args.command == "limit-requests":
+        return limit_requests(args.folder, args.width, args.out)
     return report(args.folder, args.min_speedup, args.scores)
 
 

@@ -20,6 +20,7 @@
 #include <random>
 #include <stdexcept>
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 namespace evalrt::program {
@@ -283,6 +284,7 @@ private:
             print(report_.prefix_cached());
             print(fmt::format("{} answered, {} failed, {} not run in {:.1f} s", report_.answered(),
                               report_.failed(), report_.not_run, wall_));
+            print(client_cost());
         }
         if (common_.json.empty()) return;
         std::ofstream file(common_.json);
@@ -291,6 +293,22 @@ private:
             say(fmt::format("the run summary cannot be written to {}", common_.json));
             unwritable_ = true;
         }
+    }
+
+    // What we ourselves cost, the server not counted.
+    static std::string client_cost() {
+        rusage used{};
+        ::getrusage(RUSAGE_SELF, &used);
+        const auto cpu = [](const timeval& t) {
+            return double(t.tv_sec) + double(t.tv_usec) / 1e6;
+        };
+#ifdef __APPLE__
+        const double megabytes = double(used.ru_maxrss) / 1e6; // bytes there
+#else
+        const double megabytes = double(used.ru_maxrss) / 1e3; // kilobytes here
+#endif
+        return fmt::format("the client used {:.2f} s of CPU and {:.0f} MB",
+                           cpu(used.ru_utime) + cpu(used.ru_stime), megabytes);
     }
 
     Suite& suite_;

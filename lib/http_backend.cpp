@@ -14,6 +14,7 @@
 #include <boost/asio/use_awaitable.hpp>
 #include <boost/asio/write.hpp>
 #include <boost/beast/core/flat_buffer.hpp>
+#include <boost/beast/core/read_size.hpp>
 #include <boost/beast/http/buffer_body.hpp>
 #include <boost/beast/http/parser.hpp>
 #include <boost/beast/http/read.hpp>
@@ -22,7 +23,9 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
+#include <cctype>
+#include <cstdlib>
+#include <list>
 #include <set>
 #include <stdexcept>
 
@@ -35,10 +38,14 @@ namespace http = boost::beast::http;
 using Tcp = asio::ip::tcp;
 using Millis = Timing::Millis;
 
+using Parser = http::response_parser<http::buffer_body>;
+
 constexpr auto token = asio::as_tuple(asio::use_awaitable);
 
 struct Connection {
-    explicit Connection(const asio::any_io_executor& executor) : socket(executor) {
+    // Beast bounds neither a chunk's head nor a trailer: the buffer does.
+    Connection(const asio::any_io_executor& executor, std::size_t header_limit)
+        : socket(executor), buffer(header_limit + (64 << 10)) {
         buffer.reserve(64 << 10); // else Beast reads 512 bytes at a time
     }
     Tcp::socket socket;
@@ -54,6 +61,14 @@ struct Connection {
     }
 };
 
+// As far as it can be shown.
+std::string first_line(std::string_view text) {
+    std::string line(text.substr(0, std::min<std::size_t>(text.find_first_of("\r\n"), 80)));
+    for (char& c : line)
+        if (c < ' ' || c >= 0x7f) c = '.';
+    return line;
+}
+
 bool visible(std::string_view text) {
     return std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < 0x7f; });
 }
@@ -62,15 +77,26 @@ bool visible(std::string_view text) {
 std::optional<std::chrono::milliseconds> retry_after(const http::fields& fields) {
     const auto number = [&](std::string_view name,
                             double unit) -> std::optional<std::chrono::milliseconds> {
-        const auto field = fields[{name.data(), name.size()}];
-        double value = 0;
-        const auto [end, ec] = std::from_chars(field.data(), field.data() + field.size(), value);
-        if (ec != std::errc() || end != field.data() + field.size()) return {};
-        if (!(value >= 0) || value * unit > 1e9) return {};
+        const std::string field(fields[{name.data(), name.size()}]);
+        if (field.empty() || field.find_first_not_of("0123456789.") != field.npos) return {};
+        const double value = std::strtod(field.c_str(), nullptr);
+        if (value * unit > 1e9) return {};
         return std::chrono::milliseconds(std::int64_t(value * unit));
     };
     if (const auto ms = number("retry-after-ms", 1)) return ms;
     return number("retry-after", 1000);
+}
+
+// Empty: the host must be looked up. Not localhost: that is both loopbacks, whatever the system's
+// list of hosts says.
+std::vector<Tcp::endpoint> known_endpoints(const Url& url) {
+    const auto port = static_cast<std::uint16_t>(std::stoi(url.port));
+    if (url.host == "localhost")
+        return {{asio::ip::address_v4::loopback(), port}, {asio::ip::address_v6::loopback(), port}};
+    error_code ec;
+    const auto address = asio::ip::make_address(url.host, ec);
+    if (ec) return {};
+    return {{address, port}};
 }
 
 } // namespace
@@ -82,6 +108,7 @@ struct HttpBackend::Impl {
           options(std::move(options_)),
           log(std::move(log_)),
           url(parse_url(options.url)),
+          known(known_endpoints(url)),
           pacer(row.backlog, row.accept_interval) {
         while (!options.api_key.empty() &&
                std::isspace(static_cast<unsigned char>(options.api_key.back())))
@@ -102,8 +129,11 @@ struct HttpBackend::Impl {
     }
 
     std::string head(const Request& request, std::size_t body_size) const {
-        std::string_view endpoint = request.endpoint;
-        if (!url.base.empty() && endpoint.starts_with("/v1/")) endpoint.remove_prefix(3);
+        std::string_view base = url.base, endpoint = request.endpoint;
+        if (base.ends_with("/v1"))
+            base.remove_suffix(3); // the endpoint has it, or is beside it, as /health
+        else if (!base.empty() && endpoint.starts_with("/v1/"))
+            endpoint.remove_prefix(3);
         const bool v6 = url.host.find(':') != url.host.npos;
         std::string out =
             fmt::format("{} {}{} HTTP/1.1\r\n"
@@ -111,13 +141,21 @@ struct HttpBackend::Impl {
                         "User-Agent: evalrt\r\n"
                         "Accept: application/json, text/event-stream\r\n"
                         "Connection: {}\r\n",
-                        body_size > 0 ? "POST" : "GET", url.base, endpoint, v6 ? "[" : "", url.host,
+                        body_size > 0 ? "POST" : "GET", base, endpoint, v6 ? "[" : "", url.host,
                         v6 ? "]" : "", url.port, row.keep_alive ? "keep-alive" : "close");
         if (body_size > 0)
             out +=
                 fmt::format("Content-Type: application/json\r\nContent-Length: {}\r\n", body_size);
         if (!options.api_key.empty()) out += "Authorization: Bearer " + options.api_key + "\r\n";
         return out += "\r\n";
+    }
+
+    // Servers repeat a key that they refuse.
+    void hide_key(std::string& text) const {
+        const auto& key = options.api_key;
+        if (key.size() < 8) return; // a word such as "none"
+        for (auto at = text.find(key); at != text.npos; at = text.find(key, at))
+            text.replace(at, key.size(), "[key]");
     }
 
     void say(const std::string& note) {
@@ -129,7 +167,9 @@ struct HttpBackend::Impl {
     HttpOptions options;
     LogSink log;
     Url url;
+    std::vector<Tcp::endpoint> known; // empty: look it up
     detail::ConnectPacer pacer;
+    std::list<asio::steady_timer*> turns; // of those who wait for their time to connect
     std::optional<asio::ssl::context> tls;
     std::vector<std::unique_ptr<Connection>> idle;
     std::set<std::string> said;
@@ -175,7 +215,9 @@ public:
 private:
     void abort() {
         pause_.cancel();
-        resolver_.cancel();
+        // A look-up cannot be stopped, and may last for many seconds: nobody waits for it.
+        if (resolving_)
+            asio::post(impl_->executor, [self = this->shared_from_this()] { self->end(); });
         if (connection_) {
             error_code ignored;
             connection_->socket.close(ignored);
@@ -215,6 +257,7 @@ private:
             fail(Errc::timed_out,
                  fmt::format("no {} within {} s", late_->what, double(late_->span.count()) / 1000));
         }
+        if (response_.outcome) impl_->hide_key(response_.detail);
         response_.attempts = 1;
         response_.timing.total = now - started_;
         response_.timing.queued = sent_ - started_;
@@ -228,6 +271,7 @@ private:
     }
 
     asio::awaitable<void> run() {
+        if (stopped()) co_return;
         detail::Prepared prepared;
         if (!request_.body.empty())
             prepared = detail::prepare_openai(request_, impl_->row, impl_->options.model,
@@ -242,8 +286,8 @@ private:
             co_return;
         }
         const auto head = impl_->head(request_, prepared.body.view().size());
-        for (bool again = true; std::exchange(again, false);) {
-            const bool kept = take_idle();
+        for (bool first = true, again = true; std::exchange(again, false); first = false) {
+            const bool kept = first && take_idle();
             if (!kept && !co_await connect()) co_return;
             sent_ = Clock::now();
             clock_.sent(sent_);
@@ -267,13 +311,15 @@ private:
 
     bool take_idle() {
         auto& idle = impl_->idle;
+        const auto now = Clock::now();
+        std::erase_if(
+            idle, [&](const auto& it) { return now - it->idle_since >= impl_->options.idle_time; });
         while (!idle.empty()) {
             connection_ = std::move(idle.back());
             idle.pop_back();
             ++impl_->open;
-            if (Clock::now() - connection_->idle_since < impl_->options.idle_time &&
-                connection_->quiet()) {
-                clock_ = {impl_->options.limits, Clock::now()};
+            if (connection_->quiet()) {
+                clock_ = {impl_->options.limits, now};
                 return true;
             }
             drop_connection();
@@ -281,28 +327,50 @@ private:
         return false;
     }
 
-    asio::awaitable<bool> connect() {
-        if (impl_->row.accept_interval.count() > 0) {
-            const auto at = impl_->pacer.reserve(Clock::now());
-            if (at > Clock::now()) {
-                pause_.expires_at(at);
-                co_await pause_.async_wait(token);
+    // First come, first served; who is cancelled while waiting leaves no gap.
+    asio::awaitable<void> take_turn() {
+        auto& turns = impl_->turns;
+        const auto place = turns.insert(turns.end(), &pause_);
+        while (!stopped()) {
+            auto at = Clock::time_point::max();
+            if (place == turns.begin()) {
+                auto pacer = impl_->pacer;
+                const auto now = Clock::now();
+                at = pacer.reserve(now);
+                if (at <= now) {
+                    impl_->pacer = pacer;
+                    break;
+                }
             }
+            pause_.expires_at(at);
+            co_await pause_.async_wait(token);
         }
+        turns.erase(place);
+        if (!turns.empty()) turns.front()->cancel();
+    }
+
+    asio::awaitable<bool> connect() {
+        if (impl_->row.accept_interval.count() > 0) co_await take_turn();
         if (stopped()) co_return false;
         clock_ = {impl_->options.limits, Clock::now()};
         watch();
         const auto& url = impl_->url;
-        auto [resolve_error, endpoints] =
-            co_await resolver_.async_resolve(url.host, url.port, token);
-        if (stopped()) co_return false;
-        if (resolve_error) {
-            fail(Errc::unreachable,
-                 fmt::format("cannot find the host {}: {}", url.host, resolve_error.message()),
-                 resolve_error);
-            co_return false;
+        auto endpoints = impl_->known;
+        if (endpoints.empty()) {
+            resolving_ = true;
+            auto [resolve_error, found] =
+                co_await resolver_.async_resolve(url.host, url.port, token);
+            resolving_ = false;
+            if (stopped()) co_return false;
+            if (resolve_error) {
+                fail(Errc::unreachable,
+                     fmt::format("cannot find the host {}: {}", url.host, resolve_error.message()),
+                     resolve_error);
+                co_return false;
+            }
+            endpoints.assign(found.begin(), found.end());
         }
-        connection_ = std::make_unique<Connection>(impl_->executor);
+        connection_ = std::make_unique<Connection>(impl_->executor, impl_->options.header_limit);
         ++impl_->open;
         auto [error, endpoint] =
             co_await asio::async_connect(connection_->socket, endpoints, token);
@@ -318,7 +386,9 @@ private:
         connection_->socket.set_option(Tcp::no_delay(true), ignored);
         if (!impl_->tls) co_return true;
         auto& tls = connection_->tls.emplace(connection_->socket, *impl_->tls);
-        SSL_set_tlsext_host_name(tls.native_handle(), url.host.c_str());
+        error_code no_address; // which is no server name
+        asio::ip::make_address(url.host, no_address);
+        if (no_address) SSL_set_tlsext_host_name(tls.native_handle(), url.host.c_str());
         tls.set_verify_callback(asio::ssl::host_name_verification(url.host));
         auto [handshake_error] =
             co_await tls.async_handshake(asio::ssl::stream_base::client, token);
@@ -337,15 +407,15 @@ private:
     // The connection broke; what that means depends on how far the answer came.
     void broken(error_code ec, std::string_view where) {
         if (response_.stage == Stage::sent) {
-            const bool end = ec == http::error::end_of_stream || ec == asio::error::eof;
             fail(Errc::unreachable,
-                 end ? "the server closed the connection without an answer"
+                 ec == asio::error::eof
+                     ? "the server closed the connection without an answer"
                      : fmt::format("the connection broke before an answer: {}", ec.message()),
-                 end ? error_code(asio::error::eof) : ec);
-        } else if (ec == http::error::header_limit) {
+                 ec);
+        } else if (ec == http::error::header_limit || ec == http::error::buffer_overflow) {
             fail(Errc::malformed, "the answer's headers are over the limit", ec);
         } else if (ec.category() == http::make_error_code(http::error::bad_value).category() &&
-                   ec != http::error::partial_message && ec != http::error::end_of_stream) {
+                   ec != http::error::partial_message) {
             fail(Errc::malformed,
                  fmt::format("the answer is not HTTP/1.1 ({} in the {})", ec.message(), where), ec);
         } else {
@@ -360,30 +430,26 @@ private:
         if (stopped()) co_return;
 
         // A server may answer and close before it has read everything: look for the answer first.
-        auto& buffer = connection_->buffer;
-        std::optional<http::response_parser<http::buffer_body>> parser;
+        std::optional<Parser> parser;
         for (int informational = 0;; ++informational) {
             parser.emplace();
             parser->header_limit(std::uint32_t(impl_->options.header_limit));
             parser->body_limit(boost::none);
-            auto [ec, n] = co_await http::async_read_header(stream, buffer, *parser, token);
-            if (stopped()) co_return;
-            if (ec) {
-                if (n > 0 || buffer.size() > 0) response_.stage = Stage::answered;
-                broken(write_error ? write_error : ec, "headers");
+            if (!co_await read_header(stream, *parser, write_error)) co_return;
+            if (parser->get().result_int() / 100 != 1) break;
+            if (informational == 8) {
+                fail(Errc::malformed, "the answer does not get past informational ones");
                 co_return;
             }
-            if (parser->get().result_int() / 100 != 1 || informational == 8) break;
         }
         const auto& head = parser->get();
-        response_.stage = Stage::answered;
         response_.status = int(head.result_int());
         response_.retry_after = retry_after(head);
         clock_.bytes(Clock::now());
         watch();
         // Beast takes any other coding for "until the end of the stream".
-        if (const auto coding = head[http::field::transfer_encoding];
-            !coding.empty() && !boost::beast::iequals(coding, "chunked")) {
+        if (const auto coding = head.find(http::field::transfer_encoding);
+            coding != head.end() && !boost::beast::iequals(coding->value(), "chunked")) {
             fail(Errc::malformed, "the answer has a transfer coding that HTTP/1.1 does not know");
             co_return;
         }
@@ -393,14 +459,50 @@ private:
             co_await read_stream(stream, *parser);
         else
             co_await read_whole(stream, *parser, good);
-        if (response_.outcome == Errc::unreachable || stopped()) co_return;
+        if (write_error || stopped()) co_return;
         co_await recycle(stream, *parser);
+    }
+
+    // False: it failed. Beast's own operation holds what one read brings to the limit, but not the
+    // sum, and waits for more of what can never become HTTP.
+    template <class Stream>
+    asio::awaitable<bool> read_header(Stream& stream, Parser& parser, error_code write_error) {
+        auto& buffer = connection_->buffer;
+        const auto limit = impl_->options.header_limit;
+        for (std::size_t parsed = 0;;) {
+            error_code ec = http::error::need_more;
+            if (buffer.size() > 0) {
+                response_.stage = Stage::answered;
+                const std::string_view seen(static_cast<const char*>(buffer.data().data()),
+                                            buffer.size());
+                if (parsed == 0 && !std::string_view("HTTP/1.").starts_with(seen.substr(0, 7))) {
+                    fail(Errc::malformed,
+                         fmt::format("what answers at {}:{} does not speak HTTP/1: {}",
+                                     impl_->url.host, impl_->url.port, first_line(seen)));
+                    co_return false;
+                }
+                const auto used = parser.put(buffer.data(), ec);
+                buffer.consume(used);
+                parsed += used;
+                if (parsed + (ec ? buffer.size() : 0) > limit) ec = http::error::header_limit;
+                if (!ec) co_return true;
+            }
+            if (ec == http::error::need_more) {
+                const auto space = buffer.prepare(boost::beast::read_size(buffer, 64 << 10));
+                auto [error, n] = co_await stream.async_read_some(space, token);
+                if (stopped()) co_return false;
+                buffer.commit(n);
+                if (!error) continue;
+                ec = write_error ? write_error : error;
+            }
+            broken(ec, "headers");
+            co_return false;
+        }
     }
 
     // Calls take(bytes) for the body until take says false or it ends.
     template <class Stream, class Take>
-    asio::awaitable<error_code>
-    read_body(Stream& stream, http::response_parser<http::buffer_body>& parser, Take take) {
+    asio::awaitable<error_code> read_body(Stream& stream, Parser& parser, Take take) {
         while (!parser.is_done()) {
             auto& body = parser.get().body();
             body.data = bytes_.data();
@@ -421,14 +523,14 @@ private:
     }
 
     template <class Stream>
-    asio::awaitable<void> read_stream(Stream& stream,
-                                      http::response_parser<http::buffer_body>& parser) {
+    asio::awaitable<void> read_stream(Stream& stream, Parser& parser) {
         auto reader = make_reader();
         detail::SseParser events(impl_->options.event_limit);
-        bool last = false, too_large = false;
+        bool last = false;
+        std::string too_large;
         std::size_t total = 0;
         const auto on_event = [&](const detail::SseEvent& event) {
-            if (last) return;
+            if (last || stopped()) return;
             const auto piece = reader->event(event);
             last = piece.last;
             if (!piece.content) return;
@@ -443,29 +545,36 @@ private:
             if (on_text_ && (first || !piece.text.empty())) on_text_(piece.text);
         };
         const auto ec = co_await read_body(stream, parser, [&](std::string_view bytes) {
+            const auto& limits = impl_->options;
             total += bytes.size();
-            too_large = !events.feed(bytes, on_event) || total > 4 * impl_->options.body_limit;
-            return !last && !too_large;
+            if (!events.feed(bytes, on_event))
+                too_large = fmt::format("an event of the stream is over the limit of {} bytes",
+                                        limits.event_limit);
+            else if (total > 4 * limits.body_limit) // of which most is not text
+                too_large =
+                    fmt::format("the answer is over the limit of {} bytes", limits.body_limit);
+            return !last && too_large.empty();
         });
         if (stopped()) co_return;
-        if (too_large) {
-            fail(Errc::malformed,
-                 fmt::format("an event of the stream is over the limit of {} bytes",
-                             impl_->options.event_limit));
+        if (!too_large.empty()) {
+            fail(Errc::malformed, too_large);
             co_return;
         }
         if (ec && !last) {
-            reader->finish(response_); // for the usage
-            broken(ec, "stream");
+            reader->finish(response_); // for the usage, and an error that the server named
+            if (!response_.outcome || response_.outcome == Errc::truncated) broken(ec, "stream");
             co_return;
         }
-        if (!last) events.finish(on_event);
+        // The last event may lack its blank line; where it is not whole, it is none.
+        if (!last)
+            events.finish([&](const detail::SseEvent& event) {
+                if (!detail::check_object(event.data)) on_event(event);
+            });
         reader->finish(response_);
     }
 
     template <class Stream>
-    asio::awaitable<void> read_whole(Stream& stream,
-                                     http::response_parser<http::buffer_body>& parser, bool good) {
+    asio::awaitable<void> read_whole(Stream& stream, Parser& parser, bool good) {
         std::string body;
         const auto limit = impl_->options.body_limit;
         const auto ec = co_await read_body(stream, parser, [&](std::string_view bytes) {
@@ -476,6 +585,7 @@ private:
         if (body.size() > limit) {
             fail(Errc::malformed, fmt::format("the answer is over the limit of {} bytes", limit));
         } else if (!good) {
+            impl_->hide_key(body);
             detail::read_rejection(response_.status, std::move(body), response_);
             if (response_.status / 100 == 3)
                 response_.detail += fmt::format(" (it redirects to {}: give that URL)",
@@ -496,10 +606,10 @@ private:
     // Keeps the connection if its last message has ended, or ends within a moment: the caller does
     // not wait for that.
     template <class Stream>
-    asio::awaitable<void> recycle(Stream& stream,
-                                  http::response_parser<http::buffer_body>& parser) {
-        if (!impl_->row.keep_alive || !parser.get().keep_alive()) co_return;
+    asio::awaitable<void> recycle(Stream& stream, Parser& parser) {
+        if (!impl_->row.keep_alive || !parser.keep_alive()) co_return;
         if (response_.outcome == Errc::malformed) co_return;
+        if (response_.outcome && !parser.is_done()) co_return;
         end();
         if (!parser.is_done()) {
             watchdog_.expires_after(std::chrono::milliseconds(100));
@@ -537,6 +647,7 @@ private:
     std::unique_ptr<Connection> connection_;
     std::array<char, 64 << 10> bytes_;
     std::optional<detail::ExchangeClock::Limit> late_;
+    bool resolving_ = false;
     bool cancelled_ = false;
     bool ended_ = false;
 };

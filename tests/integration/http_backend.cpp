@@ -1,0 +1,1764 @@
+#include "evalrt/http_backend.hpp"
+
+#include "support/catch.hpp"
+#include "support/fake_server.hpp"
+
+#include <boost/asio/bind_cancellation_slot.hpp>
+#include <boost/asio/cancellation_signal.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/steady_timer.hpp>
+
+#include <algorithm>
+#include <deque>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include <dlfcn.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+using namespace evalrt;
+using namespace evalrt::tests;
+using namespace std::chrono_literals;
+using asio::ip::tcp;
+using Ms = std::chrono::milliseconds;
+
+// What this thread asks of the system: counted, slowed down, cut. The server has a thread of its
+// own and is not touched.
+namespace {
+
+thread_local int sends = 0;
+thread_local std::deque<std::size_t> read_sizes; // of the next reads; the last one stays
+thread_local std::vector<Clock::time_point> connects;
+
+template <class F>
+F* original(F*, const char* name) {
+    return reinterpret_cast<F*>(::dlsym(RTLD_NEXT, name));
+}
+
+std::size_t at_most(std::size_t size) {
+    if (read_sizes.empty()) return size;
+    size = std::min(size, read_sizes.front());
+    if (read_sizes.size() > 1) read_sizes.pop_front();
+    return size;
+}
+
+} // namespace
+
+extern "C" {
+
+ssize_t send(int fd, const void* data, size_t size, int flags) {
+    ++sends;
+    return original(&::send, "send")(fd, data, size, flags);
+}
+
+ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+    ++sends;
+    return original(&::sendmsg, "sendmsg")(fd, message, flags);
+}
+
+ssize_t recv(int fd, void* data, size_t size, int flags) {
+    return original(&::recv, "recv")(fd, data, flags & MSG_PEEK ? size : at_most(size), flags);
+}
+
+int connect(int fd, const sockaddr* address, socklen_t size) {
+    connects.push_back(Clock::now());
+    return original(&::connect, "connect")(fd, address, size);
+}
+
+int getaddrinfo(const char* host, const char* service, const addrinfo* hints, addrinfo** list) {
+    if (host && std::string_view(host) == "slow.test") {
+        std::this_thread::sleep_for(1s);
+        return EAI_NONAME;
+    }
+    return original(&::getaddrinfo, "getaddrinfo")(host, service, hints, list);
+}
+
+} // extern "C"
+
+namespace {
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr Ms late_by = 3s;
+#else
+constexpr Ms late_by = 500ms;
+#endif
+
+const std::string canary = "sk-canary-0123456789";
+
+// A server that takes every body as it is.
+BackendRow plain() {
+    BackendRow row;
+    row.name = "fake";
+    row.streams = false;
+    row.stream_usage = false;
+    return row;
+}
+
+BackendRow single_use() {
+    auto row = plain();
+    row.keep_alive = false;
+    return row;
+}
+
+Request chat(bool stream = false) {
+    Request request;
+    request.body =
+        std::string(R"({"model": "m", "messages": [{"role": "user", "content": "hi"}])") +
+        (stream ? R"(, "stream": true})" : "}");
+    return request;
+}
+
+Request completion(bool stream = false) {
+    Request request;
+    request.endpoint = "/v1/completions";
+    request.body =
+        std::string(R"({"model": "m", "prompt": "hi")") + (stream ? R"(, "stream": true})" : "}");
+    return request;
+}
+
+struct Result {
+    int times = 0;
+    error_code code;
+    Response response;
+    std::vector<std::string> pieces;
+    Clock::time_point started;
+    Clock::duration took{};
+};
+
+class Client {
+public:
+    explicit Client(std::string url, BackendRow row = plain(), HttpOptions options = {}) {
+        options.url = std::move(url);
+        backend.emplace(io.get_executor(), std::move(row), std::move(options),
+                        [this](std::string_view line) { log += std::string(line) + "\n"; });
+    }
+
+    void start(Result& result, Request request = chat(), asio::cancellation_slot slot = {},
+               TextSink on_text = {}) {
+        result.started = Clock::now();
+        backend->async_complete(
+            std::move(request),
+            [&result, on_text](std::string_view piece) {
+                result.pieces.emplace_back(piece);
+                if (on_text) on_text(piece);
+            },
+            asio::bind_cancellation_slot(slot, [&result](error_code code, Response response) {
+                ++result.times;
+                result.code = code;
+                result.response = std::move(response);
+                result.took = Clock::now() - result.started;
+            }));
+    }
+
+    // Until nothing is left to do: a second completion would be seen, a forgotten timer too.
+    void run(Clock::duration limit = 60s) {
+        io.restart();
+        io.run_for(limit);
+        REQUIRE(io.stopped());
+    }
+
+    Result ask(Request request = chat(), TextSink on_text = {}) {
+        Result result;
+        start(result, std::move(request), {}, std::move(on_text));
+        run();
+        REQUIRE(result.times == 1);
+        REQUIRE(bool(result.code) == result.response.outcome.has_value());
+        if (result.response.outcome) {
+            CHECK(result.code == make_error_code(*result.response.outcome));
+            CHECK(!result.response.detail.empty());
+        }
+        return result;
+    }
+
+    asio::io_context io;
+    std::string log;
+    std::optional<HttpBackend> backend;
+};
+
+std::string answer_head(std::string_view fields, std::string_view status = "200 OK",
+                        std::string_view version = "1.1") {
+    return "HTTP/" + std::string(version) + " " + std::string(status) + "\r\n" +
+           std::string(fields) + "\r\n";
+}
+
+const std::string json_type = "Content-Type: application/json\r\n";
+const std::string stream_type = "Content-Type: text/event-stream; charset=utf-8\r\n";
+
+std::string with_length(std::string_view body, std::string fields = json_type,
+                        std::string_view status = "200 OK") {
+    fields += "Content-Length: " + std::to_string(body.size()) + "\r\n";
+    return answer_head(fields, status) + std::string(body);
+}
+
+std::string chunk(std::string_view data) {
+    char size[20];
+    std::snprintf(size, sizeof size, "%zx\r\n", data.size());
+    return size + std::string(data) + "\r\n";
+}
+
+std::string chunked(std::string_view body, std::string fields = json_type) {
+    std::string out = answer_head(fields + "Transfer-Encoding: chunked\r\n");
+    for (; !body.empty(); body.remove_prefix(std::min<std::size_t>(body.size(), 7)))
+        out += chunk(body.substr(0, 7));
+    return out + chunk("");
+}
+
+std::string until_close(std::string_view body, const std::string& fields = json_type,
+                        std::string_view version = "1.1") {
+    return answer_head(fields, "200 OK", version) + std::string(body);
+}
+
+const std::string chat_answer =
+    R"({"id": "c1", "object": "chat.completion", "choices": [{"index": 0, "message": )"
+    R"({"role": "assistant", "content": "Grüße"}, "finish_reason": "stop"}], )"
+    R"("usage": {"prompt_tokens": 7, "completion_tokens": 2}})";
+
+const std::string completion_answer =
+    R"({"id": "c1", "object": "text_completion", "choices": [{"index": 0, "text": "Grüße", )"
+    R"("finish_reason": "stop"}], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})";
+
+std::string event(std::string_view data) { return "data: " + std::string(data) + "\n\n"; }
+std::string delta(std::string_view text) {
+    return event(R"({"id": "c1", "choices": [{"index": 0, "delta": {"content": ")" +
+                 std::string(text) + R"("}}]})");
+}
+const std::string finish =
+    event(R"({"id": "c1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})");
+const std::string usage =
+    event(R"({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})");
+const std::string done = event("[DONE]");
+
+const std::string chat_stream =
+    ": keepalive 1/2\n\n" + delta("Gr") + delta("üße") + finish + usage + done;
+const std::string completion_stream =
+    event(R"({"id": "c1", "choices": [{"index": 0, "text": "Gr"}]})") +
+    event(R"({"id": "c1", "choices": [{"index": 0, "text": "üße", "finish_reason": "stop"}]})") +
+    usage + done;
+
+// The head of a chunked stream and what follows, each piece a chunk; the body does not end.
+std::string open_stream(const std::vector<std::string>& pieces) {
+    std::string out = answer_head(stream_type + "Transfer-Encoding: chunked\r\n");
+    for (const auto& piece : pieces) out += chunk(piece);
+    return out;
+}
+
+void check_answered(const Result& result) {
+    INFO(result.response.detail);
+    CHECK(!result.code);
+    CHECK(!result.response.outcome);
+    CHECK(result.response.status == 200);
+    CHECK(result.response.text == "Grüße");
+    CHECK(result.response.finish_reason == "stop");
+    CHECK(result.response.usage.prompt_tokens == 7);
+    CHECK(result.response.usage.completion_tokens == 2);
+    CHECK(result.response.body.find("Grüße") != std::string::npos);
+}
+
+Errc outcome(const Result& result) {
+    INFO(result.response.text);
+    REQUIRE(result.response.outcome);
+    return *result.response.outcome;
+}
+
+bool contains(std::string_view text, std::string_view part) { return text.find(part) != text.npos; }
+
+bool eventually(const std::function<bool()>& holds) {
+    for (const auto end = Clock::now() + 10s; Clock::now() < end;) {
+        if (holds()) return true;
+        std::this_thread::sleep_for(1ms);
+    }
+    return holds();
+}
+
+std::ptrdiff_t open_files() {
+    return std::distance(std::filesystem::directory_iterator("/dev/fd"), {});
+}
+
+// A loopback port where nothing listens.
+unsigned short closed_port() {
+    asio::io_context io;
+    tcp::acceptor acceptor(io, {asio::ip::address_v4::loopback(), 0});
+    return acceptor.local_endpoint().port();
+}
+
+FakeServer::Options repeating() {
+    FakeServer::Options options;
+    options.repeat = true;
+    return options;
+}
+
+} // namespace
+
+// --- What goes out ---
+
+TEST_CASE("a request goes out in one write, its head and its body") {
+    FakeServer server({{expect(), reply(with_length(chat_answer))}});
+    HttpOptions options;
+    options.api_key = canary;
+    Client client(server.url(), plain(), options);
+    sends = 0;
+    check_answered(client.ask());
+    CHECK(sends == 1);
+    REQUIRE(server.requests().size() == 1);
+    const auto got = server.requests()[0];
+    CHECK(got.head == "POST /v1/chat/completions HTTP/1.1\r\n"
+                      "Host: 127.0.0.1:" +
+                          std::to_string(server.port()) +
+                          "\r\n"
+                          "User-Agent: evalrt\r\n"
+                          "Accept: application/json, text/event-stream\r\n"
+                          "Connection: keep-alive\r\n"
+                          "Content-Type: application/json\r\n"
+                          "Content-Length: " +
+                          std::to_string(chat().body.view().size()) +
+                          "\r\n"
+                          "Authorization: Bearer " +
+                          canary + "\r\n\r\n");
+    CHECK(got.body == chat().body.view());
+    CHECK(server.unused() == "");
+}
+
+TEST_CASE("without a key there is no Authorization") {
+    FakeServer server({{expect(), reply(with_length(chat_answer))}});
+    Client client(server.url(), single_use());
+    check_answered(client.ask());
+    CHECK(!server.requests().at(0).field("authorization"));
+    CHECK(server.requests().at(0).field("connection") == "close");
+}
+
+TEST_CASE("a body that the row need not fix goes out byte for byte") {
+    std::string large = R"({"messages": [{"role": "user", "content": ")";
+    for (int i = 0; large.size() < 3 << 20; ++i) large += std::to_string(i) + " ";
+    for (const auto& body :
+         {std::string("{ \"model\":\"m\" ,\n\t\"x\": 1.50e+01, \"x\": null, \"\\u0041\": \"\xC3\xA4"
+                      "\\ud83d\\ude00\", \"stream\" :false }\n"),
+          large + "\"}]}"}) {
+        FakeServer server({{expect(), reply(with_length(chat_answer))}});
+        Client client(server.url());
+        Request request;
+        request.body = body;
+        check_answered(client.ask(request));
+        CHECK((server.requests().at(0).body == body)); // not to be printed
+        CHECK(client.log == "");
+    }
+}
+
+TEST_CASE("the endpoint joins the path of the URL") {
+    struct Row {
+        const char *base, *endpoint, *target;
+    };
+    for (const auto& [base, endpoint, target] :
+         {Row{"", "/v1/chat/completions", "/v1/chat/completions"},
+          Row{"/", "/v1/chat/completions", "/v1/chat/completions"},
+          Row{"/v1", "/v1/chat/completions", "/v1/chat/completions"},
+          Row{"/v1/", "/v1/completions", "/v1/completions"},
+          Row{"/proxy/v1", "/v1/chat/completions", "/proxy/v1/chat/completions"},
+          Row{"/openai", "/v1/chat/completions", "/openai/chat/completions"},
+          Row{"", "/health", "/health"}, Row{"/v1", "/health", "/health"},
+          Row{"/proxy/v1", "/tokenize", "/proxy/tokenize"},
+          Row{"/openai", "/health", "/openai/health"}}) {
+        INFO(base << " and " << endpoint);
+        FakeServer server({{expect(), reply(with_length(chat_answer))}});
+        Client client(server.url(base));
+        auto request = chat();
+        request.endpoint = endpoint;
+        client.ask(request);
+        REQUIRE(server.requests().size() == 1);
+        CHECK(server.requests()[0].head.starts_with("POST " + std::string(target) + " HTTP/1.1\r"));
+    }
+}
+
+TEST_CASE("a request that cannot be sent is rejected without a connection") {
+    FakeServer server({{expect()}});
+    Client client(server.url());
+    for (const auto endpoint :
+         {"", "v1/models", "/v1/a b", "/v1/\r\nX-Injected: yes", "/v1/\xC3"}) {
+        auto request = chat();
+        request.endpoint = endpoint;
+        CHECK(outcome(client.ask(request)) == Errc::rejected);
+    }
+    for (const auto body : {"no JSON", "[1]", "{\"a\": }", "{} {}"}) {
+        Request request;
+        request.body = body;
+        const auto result = client.ask(request);
+        CHECK(outcome(result) == Errc::rejected);
+        CHECK(contains(result.response.detail, "body"));
+        CHECK(result.response.stage == Stage::none);
+    }
+    CHECK(server.connections() == 0);
+}
+
+TEST_CASE("a request without a body is a GET, and what comes is not read") {
+    FakeServer server({{expect(), reply(with_length("\n raw, not JSON \n", "")), again()}});
+    Client client(server.url());
+    Request request;
+    request.endpoint = "/v1/models";
+    const auto result = client.ask(request);
+    CHECK(!result.code);
+    CHECK(result.response.body == "\n raw, not JSON \n");
+    const auto got = server.requests().at(0);
+    CHECK(got.head.starts_with("GET /v1/models HTTP/1.1\r\n"));
+    CHECK(!got.field("content-length"));
+    CHECK(!got.field("content-type"));
+}
+
+// --- What comes back ---
+
+TEST_CASE("chat and completions come whole in every framing of HTTP") {
+    struct Row {
+        Request request;
+        std::string type, body;
+    };
+    for (const auto& [request, type, body] :
+         {Row{chat(), json_type, chat_answer}, Row{completion(), json_type, completion_answer},
+          Row{chat(true), stream_type, chat_stream},
+          Row{completion(true), stream_type, completion_stream}})
+        for (const auto& bytes :
+             {with_length(body, type), chunked(body, type), until_close(body, type),
+              until_close(body, type, "1.0"),
+              until_close(body, type + "Connection: close\r\n", "1.0"),
+              answer_head(type + "Content-Length: " + std::to_string(body.size()) + "\r\n",
+                          "200 OK", "1.0") +
+                  body,
+              // What real servers add.
+              "HTTP/1.1 100 Continue\r\n\r\n" + with_length(body, type),
+              "HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n" +
+                  chunked(body, type),
+              with_length(body, type + "Content-Length: " + std::to_string(body.size()) + "\r\n"),
+              answer_head(type + "Transfer-Encoding: Chunked\r\n") + "00" +
+                  chunk(body).insert(chunk(body).find('\r'), ";name=\"value\"") +
+                  "0\r\nTrailer: x\r\n\r\n"}) {
+            INFO(bytes);
+            FakeServer server({{expect(), reply(bytes)}});
+            Client client(server.url());
+            const auto result = client.ask(request);
+            check_answered(result);
+            const bool streamed = type == stream_type;
+            CHECK(result.pieces ==
+                  (streamed ? std::vector<std::string>{"Gr", "üße"} : std::vector<std::string>{}));
+            CHECK(result.response.timing.first_text.has_value() == streamed);
+            CHECK(result.response.attempts == 1);
+            if (!streamed) CHECK(result.response.body == body);
+            CHECK(server.unused() == "");
+        }
+}
+
+TEST_CASE("a stream that was not asked for, and a body in place of a stream, are understood") {
+    FakeServer server({{expect(), reply(chunked(chat_stream, stream_type)), expect(),
+                        reply(with_length(chat_answer))}});
+    Client client(server.url());
+    check_answered(client.ask(chat(false)));
+    check_answered(client.ask(chat(true)));
+}
+
+TEST_CASE("an answer is the same wherever its bytes are cut") {
+    for (const auto& bytes :
+         {"HTTP/1.1 100 Continue\r\n\r\n" + chunked(chat_answer), with_length(chat_answer),
+          chunked(chat_stream, stream_type), with_length(chat_stream, stream_type)}) {
+        FakeServer server({{expect(), reply(bytes), again()}});
+        Client client(server.url());
+        for (std::size_t cut = 1; cut < bytes.size(); ++cut) {
+            INFO("cut at " << cut);
+            read_sizes = {cut, 1 << 20};
+            const auto result = client.ask();
+            read_sizes.clear();
+            check_answered(result);
+        }
+        for (const std::size_t size : {1, 2, 3}) {
+            INFO("reads of " << size);
+            read_sizes = {size};
+            const auto result = client.ask();
+            read_sizes.clear();
+            check_answered(result);
+        }
+        CHECK(server.connections() == 1);
+    }
+    for (const auto& bytes : {chunked(chat_answer), chunked(chat_stream, stream_type)}) {
+        FakeServer server({{expect(), slowly(bytes, 1)}});
+        Client client(server.url());
+        check_answered(client.ask());
+        CHECK(server.unused() == "");
+    }
+}
+
+TEST_CASE("pieces of text reach on_text as they come, in order and once") {
+    Script script{expect(), reply(open_stream({delta("p0")}))};
+    std::vector<std::string> expected{"p0"};
+    for (int i = 1; i < 20; ++i) {
+        expected.push_back("p" + std::to_string(i));
+        script.push_back(gate());
+        script.push_back(reply(chunk(delta(expected.back()))));
+    }
+    script.push_back(reply(chunk(finish + done) + chunk("")));
+    FakeServer server({script});
+    HttpOptions options;
+    options.limits.silence = 10s;
+    Client client(server.url(), plain(), options);
+    const auto result = client.ask(chat(true), [&](std::string_view) { server.go(); });
+    CHECK(!result.code);
+    CHECK(result.pieces == expected);
+    std::string all;
+    for (const auto& piece : expected) all += piece;
+    CHECK(result.response.text == all);
+    CHECK(result.response.timing.last_text >= result.response.timing.first_text);
+}
+
+TEST_CASE("what is not text begins with one empty piece") {
+    const std::string call = event(
+        R"({"choices": [{"index": 0, "delta": {"role": "assistant", "tool_calls": )"
+        R"([{"index": 0, "id": "t1", "function": {"name": "f", "arguments": "{\"a\""}}]}}]})");
+    const std::string rest = event(R"({"choices": [{"index": 0, "delta": {"tool_calls": )"
+                                   R"([{"index": 0, "function": {"arguments": ":1}"}}]}, )"
+                                   R"("finish_reason": "tool_calls"}]})");
+    const std::string role =
+        event(R"({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})");
+    const std::string thought =
+        event(R"({"choices": [{"index": 0, "delta": {"reasoning": "hm"}}]})");
+    FakeServer server({{expect(), reply(chunked(role + call + rest + done, stream_type)), expect(),
+                        reply(chunked(thought + thought + delta("a") + finish, stream_type))}});
+    Client client(server.url());
+    auto result = client.ask(chat(true));
+    CHECK(!result.code);
+    CHECK(result.pieces == std::vector<std::string>{""});
+    CHECK(contains(result.response.body, R"("arguments": "{\"a\":1}")"));
+    CHECK(result.response.stage == Stage::text);
+    result = client.ask(chat(true));
+    CHECK(result.pieces == std::vector<std::string>{"", "a"});
+}
+
+TEST_CASE("a receiver of text that throws ends its own request only") {
+    FakeServer server({{expect(), reply(chunked(chat_stream, stream_type))}}, repeating());
+    Client client(server.url());
+    const auto result = client.ask(chat(true), [](std::string_view) { throw 1; });
+    CHECK(outcome(result) == Errc::malformed);
+    CHECK(client.backend->connections() == 0);
+    check_answered(client.ask(chat(true)));
+}
+
+TEST_CASE("[DONE] ends the answer at once, though the body never ends") {
+    for (const auto& fields : {"Transfer-Encoding: chunked\r\n", ""})
+        for (const bool keep : {false, true}) {
+            std::string bytes = answer_head(stream_type + fields);
+            bytes += *fields ? chunk(chat_stream) : chat_stream;
+            FakeServer server({{expect(), reply(bytes), hang()}});
+            Client client(server.url(), keep ? plain() : single_use());
+            const auto result = client.ask(chat(true));
+            check_answered(result);
+            CHECK(result.took < 50ms + late_by);
+            CHECK(client.backend->connections() == 0); // it was not worth keeping
+            CHECK(server.unused() == "");
+        }
+}
+
+TEST_CASE("a finish reason and the end of the body are a complete stream") {
+    const auto body = delta("Gr") + delta("üße") + finish;
+    const auto tail = body.substr(0, body.size() - 1); // without its last blank line
+    for (const auto& bytes : {chunked(body, stream_type), until_close(body, stream_type),
+                              with_length(body, stream_type), until_close(tail, stream_type)}) {
+        FakeServer server({{expect(), reply(bytes)}});
+        Client client(server.url());
+        const auto result = client.ask(chat(true));
+        CHECK(!result.code);
+        CHECK(result.response.text == "Grüße");
+    }
+}
+
+TEST_CASE("a stream that ends without a finish reason is truncated") {
+    for (const auto& body :
+         {delta("Gr") + done, delta("Gr"), done, std::string(": hello\n\n"), std::string()}) {
+        INFO(body);
+        FakeServer server({{expect(), reply(chunked(body, stream_type))}});
+        Client client(server.url());
+        CHECK(outcome(client.ask(chat(true))) == Errc::truncated);
+    }
+    // The connection is cut where the body would have ended: it may have said more.
+    FakeServer server({{expect(), reply(open_stream({delta("Gr"), finish}))}});
+    Client client(server.url());
+    CHECK(outcome(client.ask(chat(true))) == Errc::truncated);
+}
+
+TEST_CASE("an error in the middle of a stream keeps the server's words, however it ends") {
+    const auto error = event(R"({"error": {"message": "out of memory", "type": "server_error"}})");
+    for (const auto& bytes :
+         {chunked(delta("Gr") + error, stream_type),
+          chunked(delta("Gr") + error + done, stream_type), open_stream({delta("Gr"), error}),
+          until_close(delta("Gr") + error, stream_type)}) {
+        INFO(bytes);
+        FakeServer server({{expect(), reply(bytes)}});
+        Client client(server.url());
+        const auto result = client.ask(chat(true));
+        CHECK(outcome(result) == Errc::rejected);
+        CHECK(contains(result.response.detail, "out of memory"));
+        CHECK(result.response.stage == Stage::text);
+    }
+}
+
+TEST_CASE("a status that is no success is classed, with the server's own words") {
+    struct Row {
+        const char *status, *fields, *body;
+        Errc errc;
+        const char* words;
+        int retry_ms = -1;
+    };
+    const char* const object =
+        R"({"error": {"message": "bad thing", "type": "invalid_request_error", "code": null}})";
+    const Row rows[] = {
+        {"400 Bad Request", "", object, Errc::rejected, "HTTP 400: bad thing"},
+        {"400 Bad Request", "",
+         R"({"error": {"message": "This model's maximum context length is 8 tokens", "code": 400}})",
+         Errc::context_too_long, "maximum context length"},
+        {"401 Unauthorized", "", R"({"error": {"message": "no such key"}})", Errc::auth,
+         "no such key"},
+        {"403 Forbidden", "", R"({"detail": "not for you"})", Errc::auth, "not for you"},
+        {"404 Not Found", "", R"({"error": "no model 'x'"})", Errc::rejected, "no model 'x'"},
+        {"404 Not Found", "", "Not Found", Errc::rejected, "HTTP 404: Not Found"},
+        {"404 Not Found", "", R"({"object": "error", "message": "gone", "code": 404})",
+         Errc::rejected, "gone"},
+        {"408 Request Timeout", "", "", Errc::rejected, "HTTP 408"},
+        {"413 Payload Too Large", "", "<html><body>too large</body></html>", Errc::rejected,
+         "HTTP 413: a web page"},
+        {"422 Unprocessable Entity", "",
+         R"({"detail": [{"loc": ["body"], "msg": "field required"}]})", Errc::rejected,
+         "field required"},
+        {"429 Too Many Requests", "Retry-After: 2\r\n", object, Errc::rate_limited, "bad thing",
+         2000},
+        {"429 Too Many Requests", "Retry-After: 9\r\nretry-after-ms: 150.5\r\n", object,
+         Errc::rate_limited, "bad thing", 150},
+        {"429 Too Many Requests", "retry-after:  1.5 \r\n", object, Errc::rate_limited, "", 1500},
+        {"429 Too Many Requests", "Retry-After: 0\r\n", object, Errc::rate_limited, "", 0},
+        {"429 Too Many Requests", "Retry-After: -5\r\n", object, Errc::rate_limited, ""},
+        {"429 Too Many Requests", "Retry-After: 1e999\r\n", object, Errc::rate_limited, ""},
+        {"429 Too Many Requests", "Retry-After: nan\r\n", object, Errc::rate_limited, ""},
+        {"429 Too Many Requests", "Retry-After: abc\r\n", object, Errc::rate_limited, ""},
+        {"429 Too Many Requests", "Retry-After:\r\n", object, Errc::rate_limited, ""},
+        {"429 Too Many Requests", "Retry-After: Fri, 31 Dec 1999 23:59:59 GMT\r\n", object,
+         Errc::rate_limited, ""},
+        {"500 Internal Server Error", "", "Traceback: boom\n", Errc::rejected,
+         "HTTP 500: Traceback: boom"},
+        {"503 Service Unavailable", "Retry-After: 1\r\n",
+         R"({"error": {"message": "Loading model"}})", Errc::overloaded, "Loading model", 1000},
+        {"529 Overloaded", "", R"({"type": "error", "error": {"message": "Overloaded"}})",
+         Errc::overloaded, "Overloaded"},
+        {"500 Internal Server Error", "", "", Errc::rejected, "HTTP 500: (no words)"},
+    };
+    for (const auto& row : rows)
+        for (const int framing : {0, 1, 2}) {
+            INFO(row.status << ", " << row.fields << row.body << ", framing " << framing);
+            const std::string fields = json_type + row.fields;
+            const std::string body = row.body;
+            FakeServer server(
+                {{expect(),
+                  reply(framing == 0 ? with_length(body, fields, row.status)
+                        : framing == 1
+                            ? answer_head(fields + "Transfer-Encoding: chunked\r\n", row.status) +
+                                  (body.empty() ? "" : chunk(body)) + chunk("")
+                            : answer_head(fields, row.status) + body)}});
+            Client client(server.url());
+            const auto result = client.ask(chat(true));
+            CHECK(outcome(result) == row.errc);
+            CHECK(result.response.status == std::stoi(row.status));
+            CHECK(contains(result.response.detail, row.words));
+            CHECK(result.response.retry_after ==
+                  (row.retry_ms < 0 ? std::optional<Ms>() : Ms(row.retry_ms)));
+            CHECK(result.response.stage == Stage::answered);
+            CHECK(result.pieces.empty());
+        }
+}
+
+TEST_CASE("a redirect is not followed, and named") {
+    for (const auto status : {"301 Moved Permanently", "302 Found", "307 Temporary Redirect",
+                              "308 Permanent Redirect"}) {
+        FakeServer elsewhere({{expect(), reply(with_length(chat_answer))}});
+        const auto target = elsewhere.url("/v1/chat/completions");
+        FakeServer server(
+            {{expect(), reply(with_length("", "Location: " + target + "\r\n", status))}});
+        HttpOptions options;
+        options.api_key = canary;
+        Client client(server.url(), plain(), options);
+        const auto result = client.ask();
+        CHECK(outcome(result) == Errc::rejected);
+        CHECK(contains(result.response.detail, target));
+        CHECK(elsewhere.connections() == 0);
+        CHECK(server.requests().size() == 1);
+    }
+}
+
+TEST_CASE("what is not HTTP/1.1 is malformed") {
+    const std::string body = chunk(chat_answer) + chunk("");
+    const auto coded = [&](std::string_view fields, const std::string& text) {
+        return answer_head(json_type + std::string(fields), "200 OK") + text;
+    };
+    for (const auto& bytes : {
+             // Transfer codings: what the body is cannot be known.
+             coded("Transfer-Encoding: xchunked\r\n", chat_answer),
+             coded("Transfer-Encoding: gzip\r\n", chat_answer),
+             coded("Transfer-Encoding: identity\r\n", chat_answer),
+             coded("Transfer-Encoding: gzip, chunked\r\n", body),
+             coded("Transfer-Encoding: chunked, identity\r\n", body),
+             coded("Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n", body),
+             coded("Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n", body),
+             coded("Transfer-Encoding: \r\n", chat_answer),
+             // Two lengths.
+             coded("Content-Length: 10\r\nTransfer-Encoding: chunked\r\n", body),
+             coded("Transfer-Encoding: chunked\r\nContent-Length: 10\r\n", body),
+             coded("Content-Length: 3\r\nContent-Length: 4\r\n", chat_answer),
+             coded("Content-Length: +3\r\n", "{} "),
+             coded("Content-Length: -1\r\n", "{}"),
+             coded("Content-Length: 99999999999999999999\r\n", "{}"),
+             // Chunk sizes.
+             coded("Transfer-Encoding: chunked\r\n", "0x3\r\n{} \r\n0\r\n\r\n"),
+             coded("Transfer-Encoding: chunked\r\n", "+3\r\n{} \r\n0\r\n\r\n"),
+             coded("Transfer-Encoding: chunked\r\n", " 3\r\n{} \r\n0\r\n\r\n"),
+             coded("Transfer-Encoding: chunked\r\n", "3\v\r\n{} \r\n0\r\n\r\n"),
+             coded("Transfer-Encoding: chunked\r\n", "11111111111111111\r\n{} \r\n0\r\n\r\n"),
+             coded("Transfer-Encoding: chunked\r\n", "2\r\n{} \r\n0\r\n\r\n"),
+             // Status lines.
+             std::string("HTTP/2.0 200 OK\r\n\r\n{}"),
+             std::string("HTTP/1.1 2000 OK\r\n\r\n{}"),
+             std::string("HTTP/1.1 OK\r\n\r\n{}"),
+             std::string("\r\nHTTP/1.1 200 OK\r\n\r\n{}"),
+             std::string("HTTP/1.1 200 OK\nContent-Length: 2\n\n{}"),
+             std::string("HTTP/1.1 200\r\n\r\n{}"),
+             std::string("ICY 200 OK\r\n\r\n"),
+             answer_head("Bad Name: x\r\n") + "{}",
+             // Other protocols, by mistake.
+             std::string("SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n"),
+             std::string("-ERR unknown\r\n"),
+             std::string("\x15\x03\x01\x00\x02\x02\x46", 7),
+             std::string("<html><body>hello</body></html>\n"),
+         }) {
+        INFO(bytes);
+        FakeServer server({{expect(), reply(bytes), half_close(), hang()}});
+        Client client(server.url());
+        const auto result = client.ask();
+        CHECK(outcome(result) == Errc::malformed);
+        CHECK(result.response.stage == Stage::answered);
+        CHECK(client.backend->connections() == 0);
+    }
+}
+
+TEST_CASE("words of another protocol are shown") {
+    FakeServer server({{expect(), reply("SSH-2.0-OpenSSH_9.2p1\r\n\x01"), hang()}});
+    Client client(server.url());
+    const auto result = client.ask();
+    CHECK(result.response.detail.ends_with(": SSH-2.0-OpenSSH_9.2p1"));
+    CHECK(result.took < late_by); // at once, though nothing more comes
+}
+
+TEST_CASE("a body that is no answer is malformed") {
+    for (const std::string body :
+         {"", "  \n", "<html></html>", "not JSON", "[]", "{}", R"({"choices": []})",
+          R"({"choices": [{"message": {"content": "a"}}]} x)", R"({"choices": )"}) {
+        INFO(body);
+        FakeServer server({{expect(), reply(with_length(body))}});
+        Client client(server.url());
+        CHECK(outcome(client.ask()) == Errc::malformed);
+    }
+    FakeServer server(
+        {{expect(), reply(chunked(delta("a") + event("{oops") + done, stream_type))}});
+    Client client(server.url());
+    const auto result = client.ask(chat(true));
+    CHECK(outcome(result) == Errc::malformed);
+    CHECK(contains(result.response.detail, "oops"));
+}
+
+TEST_CASE("informational answers have an end") {
+    std::string bytes;
+    for (int i = 0; i < 1000; ++i) bytes += "HTTP/1.1 102 Processing\r\n\r\n";
+    FakeServer server({{expect(), reply(bytes), hang()}});
+    Client client(server.url());
+    const auto result = client.ask();
+    CHECK(outcome(result) == Errc::malformed);
+    CHECK(result.took < late_by);
+}
+
+// --- Limits ---
+
+TEST_CASE("headers up to the limit are read, above it they are malformed") {
+    for (const std::size_t size : {1000, 60 << 10, 66 << 10, 130 << 10, 10 << 20}) {
+        std::string fields = json_type;
+        while (fields.size() < size)
+            fields +=
+                "X-Trace-" + std::to_string(fields.size()) + ": " + std::string(100, 'x') + "\r\n";
+        fields.resize(fields.find("\r\n", size - 120) + 2);
+        INFO(fields.size() << " bytes");
+        FakeServer server({{expect(), reply(with_length(chat_answer, fields)), hang()}});
+        Client client(server.url(), single_use());
+        const auto result = client.ask();
+        if (size < 64 << 10) {
+            check_answered(result);
+        } else {
+            CHECK(outcome(result) == Errc::malformed);
+            CHECK(contains(result.response.detail, "headers are over the limit"));
+        }
+    }
+}
+
+TEST_CASE("an event of 5 MB is delivered, in linear time") {
+    const std::string text(5 << 20, 'x');
+    for (const std::size_t read : {std::size_t(500), std::size_t(1) << 20}) {
+        FakeServer server(
+            {{expect(), reply(open_stream({delta(text) + finish + done}) + chunk(""))}});
+        Client client(server.url());
+        read_sizes = {read};
+        const auto result = client.ask(chat(true));
+        read_sizes.clear();
+        CHECK(!result.code);
+        CHECK((result.response.text == text));
+        CHECK(result.pieces.size() == 1);
+        CHECK(result.took < 2s + late_by);
+    }
+}
+
+TEST_CASE("an event over the limit ends a stream early") {
+    HttpOptions options;
+    options.event_limit = 1 << 20;
+    const std::string text((1 << 20) - 200, 'x');
+    for (const bool over : {false, true}) {
+        FakeServer server(
+            {{expect(),
+              reply(until_close(delta(text + (over ? std::string(300, 'y') : "")) + finish + done,
+                                stream_type))}});
+        Client client(server.url(), plain(), options);
+        const auto result = client.ask(chat(true));
+        CHECK(result.response.outcome == (over ? std::optional(Errc::malformed) : std::nullopt));
+        if (over) CHECK(contains(result.response.detail, "event"));
+    }
+    // Without any line end, and with lines but no end of the event: most of it is never taken.
+    for (const auto& endless : {std::string(64 << 20, 'x'), [] {
+                                    std::string lines;
+                                    while (lines.size() < 64 << 20)
+                                        lines += "data: " + std::string(1000, 'x') + "\n";
+                                    return lines;
+                                }()}) {
+        FakeServer server({{expect(), reply(until_close(endless, stream_type)), hang()}});
+        Client client(server.url(), plain(), options);
+        const auto result = client.ask(chat(true));
+        CHECK(outcome(result) == Errc::malformed);
+        CHECK(contains(result.response.detail, "event"));
+        CHECK(client.backend->connections() == 0);
+        CHECK(contains(server.unused(), "ended at step 1")); // in the middle of its reply
+    }
+}
+
+TEST_CASE("a body over the limit is malformed and not read to its end") {
+    HttpOptions options;
+    options.body_limit = 1 << 20;
+    const std::string large = R"({"choices": [")" + std::string(64 << 20, 'x') + "\"]}";
+    for (const auto& bytes :
+         {with_length(large), until_close(large),
+          answer_head(json_type + "Transfer-Encoding: chunked\r\n") + chunk(large) + chunk("")}) {
+        FakeServer server({{expect(), reply(bytes), hang()}});
+        Client client(server.url(), plain(), options);
+        const auto result = client.ask();
+        CHECK(outcome(result) == Errc::malformed);
+        CHECK(contains(result.response.detail, "limit of 1048576 bytes"));
+        CHECK(contains(server.unused(), "ended at step 1"));
+    }
+    // A stream of small events.
+    std::string events;
+    while (events.size() < 64 << 20) events += delta(std::string(1000, 'x'));
+    FakeServer server({{expect(), reply(until_close(events, stream_type)), hang()}});
+    Client client(server.url(), plain(), options);
+    const auto result = client.ask(chat(true));
+    CHECK(outcome(result) == Errc::malformed);
+    CHECK(contains(result.response.detail, "answer is over the limit"));
+    CHECK(contains(server.unused(), "ended at step 1"));
+}
+
+TEST_CASE("a chunk's head and a trailer have an end") {
+    const auto head = answer_head(json_type + "Transfer-Encoding: chunked\r\n");
+    for (const auto& bytes :
+         {head + std::string(64 << 20, '0'), head + "5;" + std::string(64 << 20, 'x'),
+          head + chunk(chat_answer) + "0\r\nX: " + std::string(64 << 20, 'x')}) {
+        FakeServer server({{expect(), reply(bytes), hang()}});
+        HttpOptions options;
+        options.limits.silence = 10s;
+        Client client(server.url(), plain(), options);
+        const auto result = client.ask();
+        CHECK(outcome(result) == Errc::malformed);
+        CHECK(result.took < 1s + late_by);
+        CHECK(contains(server.unused(), "ended at step 1"));
+    }
+}
+
+// --- What breaks ---
+
+TEST_CASE("nothing listens: unreachable, with what to do") {
+    const auto port = std::to_string(closed_port());
+    for (const auto host : {"127.0.0.1", "localhost"}) {
+        Client client("http://" + std::string(host) + ":" + port + "/v1");
+        const auto result = client.ask();
+        CHECK(outcome(result) == Errc::unreachable);
+        CHECK(result.response.stage == Stage::none);
+        if (host == std::string_view("127.0.0.1"))
+            CHECK(result.response.cause == asio::error::connection_refused);
+        CHECK(contains(result.response.detail, host + (":" + port)));
+        CHECK(client.backend->connections() == 0);
+    }
+    Client client("http://no-such-host.invalid/v1");
+    const auto result = client.ask();
+    CHECK(outcome(result) == Errc::unreachable);
+    CHECK(contains(result.response.detail, "no-such-host.invalid"));
+}
+
+TEST_CASE("a close or a reset before any byte of an answer is unreachable") {
+    struct Row {
+        Script script;
+        bool empty_close;
+    };
+    for (const auto& [script, empty_close] :
+         {Row{{expect()}, true}, Row{{expect(), half_close(), hang()}, true},
+          Row{{expect(), reset()}, false}}) {
+        for (const auto& row : {plain(), single_use()}) {
+            FakeServer server({script}, repeating());
+            Client client(server.url(), row);
+            const auto result = client.ask();
+            CHECK(outcome(result) == Errc::unreachable);
+            CHECK(result.response.stage == Stage::sent);
+            if (empty_close)
+                CHECK(result.response.cause == asio::error::eof);
+            else
+                CHECK(result.response.cause != error_code());
+            CHECK(client.backend->connections() == 0);
+            CHECK(server.connections() == 1);
+        }
+    }
+}
+
+TEST_CASE("wherever the answer is cut, the request fails exactly once") {
+    struct Row {
+        std::string bytes;
+        bool stream;
+        std::size_t enough; // bytes after which nothing is missing
+    };
+    const auto whole = with_length(chat_answer), pieces = chunked(chat_answer);
+    const auto events = chunked(chat_stream, stream_type);
+    const auto open_end = until_close(chat_stream, stream_type);
+    for (const auto& [bytes, stream, enough] :
+         {Row{whole, false, whole.size()}, Row{pieces, false, pieces.size()},
+          // All but the last chunk's line end and the end of the body.
+          Row{events, true, events.size() - 7},
+          // All but the blank line after the finish reason.
+          Row{open_end, true, open_end.find(finish) + finish.size() - 2}})
+        for (const bool abort : {false, true}) {
+            std::size_t n = 0;
+            for (; n <= bytes.size(); ++n) {
+                INFO("after " << n << " of " << bytes.size() << " bytes, reset " << abort);
+                Script script{expect(), reply(bytes.substr(0, n))};
+                if (abort) script.push_back(reset());
+                FakeServer server({script});
+                Client client(server.url());
+                const auto result = client.ask(chat(stream));
+                if (!result.code) break;
+                const auto errc = outcome(result);
+                if (n == 0)
+                    CHECK(errc == Errc::unreachable);
+                else if (!abort)
+                    CHECK(errc == Errc::truncated);
+                else // what has come may be lost with the connection
+                    CHECK((errc == Errc::truncated || errc == Errc::unreachable));
+                CHECK(client.backend->connections() == 0);
+                CHECK(result.took < late_by);
+            }
+            if (!abort)
+                CHECK(n == enough);
+            else // a reset is no end of a body
+                CHECK((n >= enough && n <= bytes.size()));
+        }
+}
+
+TEST_CASE("after an informational answer a close is no empty close") {
+    FakeServer server({{expect(), reply("HTTP/1.1 100 Continue\r\n\r\n")}});
+    Client client(server.url());
+    const auto result = client.ask();
+    CHECK(outcome(result) == Errc::truncated);
+    CHECK(result.response.stage == Stage::answered);
+}
+
+TEST_CASE("an answer that comes before the request is read, and a close, are understood") {
+    // The body is larger than all buffers: it cannot be written, yet there is an answer.
+    FakeServer server(
+        {{reply(with_length(R"({"error": "too large"})", json_type, "413 Payload Too Large")),
+          pause(50ms)}});
+    Client client(server.url());
+    Request request;
+    request.body = R"({"prompt": ")" + std::string(32 << 20, 'x') + "\"}";
+    const auto result = client.ask(request);
+    CHECK(outcome(result) == Errc::rejected);
+    CHECK(result.response.status == 413);
+    CHECK(contains(result.response.detail, "too large"));
+    CHECK(client.backend->connections() == 0);
+}
+
+// --- Time ---
+
+TEST_CASE("every phase of an exchange has its limit") {
+    constexpr Ms span = 80ms;
+    struct Row {
+        std::string name;
+        Ms TimeLimits::*limit;
+        Script script;
+        std::string words;
+    };
+    std::vector<Step> comments, drip;
+    for (int i = 0; i < 2000; ++i) {
+        comments.push_back(reply(chunk(": keepalive\n\n")));
+        comments.push_back(pause(5ms));
+        drip.push_back(reply(chunk(delta("x"))));
+        drip.push_back(pause(5ms));
+    }
+    const auto after = [](Script script, const std::vector<Step>& more) {
+        script.insert(script.end(), more.begin(), more.end());
+        return script;
+    };
+    const auto begun = open_stream({delta("Gr")});
+    for (const auto& [name, limit, script, words] :
+         {Row{"first byte", &TimeLimits::first_byte, {expect(), hang()}, "no first byte"},
+          Row{"write", &TimeLimits::first_byte, {gate()}, "no first byte"},
+          Row{"headers",
+              &TimeLimits::first_byte,
+              {expect(), reply("HTTP/1.1 200 OK\r\nConte"), hang()},
+              "no first byte"},
+          Row{"chunks whose lines end in LF only",
+              &TimeLimits::silence,
+              {expect(),
+               reply(answer_head(json_type + "Transfer-Encoding: chunked\r\n") + "2\n{}\n0\n\n"),
+               hang()},
+              "no further byte"},
+          Row{"silence in a body",
+              &TimeLimits::silence,
+              {expect(), reply(with_length(chat_answer).substr(0, 150)), hang()},
+              "no further byte"},
+          Row{"silence before a body",
+              &TimeLimits::silence,
+              {expect(), reply(answer_head(json_type + "Content-Length: 9\r\n")), hang()},
+              "no further byte"},
+          Row{"silence in a stream",
+              &TimeLimits::silence,
+              {expect(), reply(begun), hang()},
+              "no further byte"},
+          Row{"comments only", &TimeLimits::content_silence,
+              after({expect(), reply(begun)}, comments), "no further token"},
+          Row{"comments from the start", &TimeLimits::content_silence,
+              after({expect(), reply(open_stream({}))}, comments), "no further token"},
+          Row{"whole, in a stream that goes on", &TimeLimits::whole,
+              after({expect(), reply(begun)}, drip), "no complete answer"},
+          Row{"whole, before the first byte",
+              &TimeLimits::whole,
+              {expect(), hang()},
+              "no complete answer"}}) {
+        INFO(name);
+        FakeServer server({script});
+        HttpOptions options;
+        options.limits.*limit = span;
+        Client client(server.url(), plain(), options);
+        auto request = chat(true);
+        if (name == "write")
+            request.body = R"({"stream": true, "prompt": ")" + std::string(32 << 20, 'x') + "\"}";
+        const auto result = client.ask(request);
+        CHECK(outcome(result) == Errc::timed_out);
+        CHECK(contains(result.response.detail, words));
+        CHECK(contains(result.response.detail, "within 0.08 s"));
+        CHECK(result.took >= span);
+        CHECK(result.took < span + late_by);
+        CHECK(client.backend->connections() == 0);
+        if (script.back().kind == Step::Kind::hang) CHECK(server.unused() == "");
+        server.go();
+        CHECK(server.quiet());
+    }
+}
+
+TEST_CASE("connecting has its limit: backlog, handshake, name look-up") {
+    FakeServer::Options deaf;
+    deaf.accept = false;
+    deaf.backlog = 0;
+    FakeServer full({}, deaf);
+    FakeServer silent({{hang()}});
+    for (const auto& url :
+         {full.url(), "https" + silent.url().substr(4), std::string("http://slow.test:1/v1")}) {
+        INFO(url);
+        HttpOptions options;
+        options.limits.connect = 80ms;
+        Client client(url, plain(), options);
+        const auto result = client.ask();
+        CHECK(outcome(result) == Errc::timed_out);
+        CHECK(contains(result.response.detail, "no connection within 0.08 s"));
+        CHECK(result.response.stage == Stage::none);
+        CHECK(result.took >= 80ms);
+        CHECK(result.took < 800ms);
+        CHECK(client.backend->connections() == 0);
+    }
+    CHECK(silent.quiet());
+    CHECK(full.connections() == 0);
+}
+
+TEST_CASE("time limits do not pass while the answer comes") {
+    Script script{expect(), reply(open_stream({}))};
+    for (int i = 0; i < 30; ++i) {
+        script.push_back(pause(10ms));
+        script.push_back(reply(chunk(delta("x"))));
+    }
+    script.push_back(reply(chunk(finish)));
+    script.push_back(reply(chunk("")));
+    FakeServer server({script});
+    HttpOptions options;
+    options.limits = {150ms, 150ms, 150ms, 150ms, 60s};
+    Client client(server.url(), plain(), options);
+    const auto result = client.ask(chat(true));
+    CHECK(!result.code);
+    CHECK(result.took >= 300ms);
+}
+
+TEST_CASE("a request can be cancelled in any phase, with any type") {
+    FakeServer::Options deaf;
+    deaf.accept = false;
+    deaf.backlog = 0;
+    FakeServer full({}, deaf);
+    auto paced = single_use();
+    paced.backlog = 1;
+    paced.accept_interval = 5s;
+    const std::string large = R"({"prompt": ")" + std::string(32 << 20, 'x') + "\"}";
+    struct Row {
+        std::string name;
+        Script script;
+    };
+    const auto once = with_length(chat_answer);
+    for (const auto type : {asio::cancellation_type::terminal, asio::cancellation_type::partial,
+                            asio::cancellation_type::total, asio::cancellation_type::all})
+        for (const auto& [name, script] :
+             {Row{"at once", {expect(), hang()}}, Row{"connect", {hang()}},
+              Row{"handshake", {hang()}}, Row{"look-up", {hang()}}, Row{"pace", {expect(), hang()}},
+              Row{"write", {gate()}}, Row{"first byte", {expect(), hang()}},
+              Row{"headers", {expect(), reply("HTTP/1.1 200"), hang()}},
+              Row{"body", {expect(), reply(once.substr(0, once.size() - 9)), hang()}},
+              Row{"stream", {expect(), reply(open_stream({delta("a")})), hang()}},
+              Row{"second on a kept connection", {expect(), reply(once), expect(), hang()}}}) {
+            if (name == "look-up" && type != asio::cancellation_type::all)
+                continue; // a second each
+            INFO(name << ", type " << int(type));
+            FakeServer server({script});
+            Client client(name == "connect"     ? full.url()
+                          : name == "handshake" ? "https" + server.url().substr(4)
+                          : name == "look-up"   ? "http://slow.test:1/v1"
+                                                : server.url(),
+                          name == "pace" ? paced : plain());
+            if (name.starts_with("second")) check_answered(client.ask());
+            Result first;
+            if (name == "pace") client.start(first); // takes the only place
+            Request request = chat();
+            if (name == "write") request.body = large;
+            Result result;
+            asio::cancellation_signal signal, first_signal;
+            client.start(result, request, signal.slot());
+            asio::steady_timer timer(client.io, name == "at once" ? 0ms : 30ms);
+            if (name == "at once")
+                signal.emit(type);
+            else
+                timer.async_wait([&](error_code) { signal.emit(type); });
+            if (name == "pace") {
+                client.io.run_for(100ms);
+                CHECK(result.times == 1);
+                client.backend.reset();
+                server.go();
+            } else {
+                client.run();
+                CHECK(client.backend->connections() == 0);
+            }
+            CHECK(result.times == 1);
+            CHECK(result.code == asio::error::operation_aborted);
+            CHECK(result.response.outcome == Errc::cancelled);
+            CHECK(result.took < (name == "look-up" ? 800ms : 30ms + late_by));
+            if (name == "pace") continue; // the first one still runs
+            server.go();
+            CHECK(server.quiet());
+        }
+}
+
+TEST_CASE("a request that is cancelled before it has begun is not sent") {
+    FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, repeating());
+    auto paced = single_use();
+    paced.backlog = 1;
+    paced.accept_interval = 700ms;
+    for (const auto& row : {plain(), paced}) {
+        Client client(server.url(), row);
+        check_answered(client.ask()); // there is a kept connection, or a pause to come
+        const auto before = server.requests().size();
+        Result result;
+        asio::cancellation_signal signal;
+        client.start(result, chat(), signal.slot());
+        signal.emit(asio::cancellation_type::total);
+        client.run();
+        CHECK(result.times == 1);
+        CHECK(result.response.outcome == Errc::cancelled);
+        CHECK(result.took < 500ms);
+        CHECK(server.requests().size() == before);
+    }
+}
+
+TEST_CASE("a signal after the completion reaches nothing") {
+    FakeServer server(
+        {{expect(), reply(open_stream({delta("Gr"), delta("üße"), finish, usage, done})),
+          pause(30ms), reply(chunk("")), again()}},
+        repeating());
+    Client client(server.url());
+    asio::cancellation_signal signal;
+    for (int i = 0; i < 5; ++i) {
+        Result result;
+        client.start(result, chat(true), signal.slot());
+        client.io.restart();
+        while (result.times == 0 && client.io.run_one() > 0) {}
+        signal.emit(asio::cancellation_type::all); // the connection still waits for its end
+        client.run();
+        check_answered(result);
+        CHECK(result.times == 1);
+        signal.emit(asio::cancellation_type::all);
+    }
+    CHECK(server.connections() == 1);
+}
+
+TEST_CASE("text may cancel its own request, and an answer ask the next one") {
+    FakeServer server({{expect(), reply(with_length(chat_stream, stream_type)), again()}},
+                      repeating());
+    Client client(server.url());
+    Result result;
+    asio::cancellation_signal signal;
+    client.start(result, chat(true), signal.slot(),
+                 [&](std::string_view) { signal.emit(asio::cancellation_type::terminal); });
+    client.run();
+    CHECK(result.times == 1);
+    CHECK(result.response.outcome == Errc::cancelled);
+    CHECK(result.pieces.size() == 1);
+
+    int left = 20;
+    std::function<void()> next = [&] {
+        client.backend->async_complete(chat(true), {}, [&](error_code ec, Response) {
+            CHECK(!ec);
+            if (--left > 0) next();
+        });
+    };
+    next();
+    client.run();
+    CHECK(left == 0);
+    CHECK(server.connections() <= 3);
+}
+
+// --- Connections ---
+
+TEST_CASE("a connection is kept where the row says so") {
+    const auto body = with_length(chat_answer);
+    for (const bool keep : {true, false}) {
+        FakeServer server({{expect(), reply(body), again()}}, repeating());
+        Client client(server.url(), keep ? plain() : single_use());
+        for (int i = 0; i < 10; ++i) {
+            check_answered(client.ask(chat(i % 2)));
+            CHECK(client.backend->connections() == (keep ? 1 : 0));
+        }
+        CHECK(server.connections() == (keep ? 1 : 10));
+        client.backend.reset();
+        CHECK(server.unused() == "");
+    }
+}
+
+TEST_CASE("failures and streams leave a connection as good as it was") {
+    FakeServer server(
+        {{expect(), reply(with_length("no", json_type, "500 Oops")), expect(),
+          reply(chunked(chat_stream, stream_type)), expect(),
+          // The stream's end comes after the answer has been given.
+          reply(open_stream({chat_stream})), pause(30ms), reply(chunk("")), expect(),
+          reply(chunked(delta("a"), stream_type)), expect(), reply(with_length(chat_answer))}});
+    Client client(server.url());
+    CHECK(outcome(client.ask()) == Errc::rejected);
+    check_answered(client.ask(chat(true)));
+    check_answered(client.ask(chat(true)));
+    CHECK(outcome(client.ask(chat(true))) == Errc::truncated);
+    check_answered(client.ask());
+    CHECK(server.connections() == 1);
+    CHECK(server.unused() == "");
+}
+
+TEST_CASE("a connection that cannot serve again is not kept") {
+    const auto length = std::to_string(chat_answer.size());
+    for (const auto& bytes :
+         {with_length(chat_answer, json_type + "Connection: close\r\n"),
+          answer_head(json_type + "Content-Length: " + length + "\r\n", "200 OK", "1.0") +
+              chat_answer,
+          with_length(chat_answer) + "HTTP/1.1 200 OK\r\n\r\n", // more than was asked for
+          with_length("{", json_type), with_length("x", "Transfer-Encoding: gzip\r\n")}) {
+        INFO(bytes);
+        FakeServer server({{expect(), reply(bytes), hang()}}, repeating());
+        Client client(server.url());
+        client.ask();
+        CHECK(client.backend->connections() == 0);
+        client.ask();
+        CHECK(server.connections() == 2);
+        CHECK(server.unused() == "");
+    }
+}
+
+TEST_CASE("a kept connection that has gone stale is replaced without a word") {
+    for (const auto& tail : {Script{}, Script{reset()}, Script{reply("stray"), hang()}}) {
+        Script script{expect(), reply(with_length(chat_answer)), gate()};
+        script.insert(script.end(), tail.begin(), tail.end());
+        FakeServer server({script, {expect(), reply(with_length(chat_answer))}});
+        Client client(server.url());
+        check_answered(client.ask());
+        server.go();
+        std::this_thread::sleep_for(30ms);
+        check_answered(client.ask());
+        CHECK(server.connections() == 2);
+        CHECK(server.requests().size() == 2);
+    }
+}
+
+TEST_CASE("a kept connection that closes on the request gets it re-sent once, on a fresh one") {
+    const auto good = with_length(chat_answer);
+    for (const auto& end : {Script{}, Script{reset()}}) {
+        // Three are kept; each closes as the next request arrives.
+        Script kept{expect(), barrier(3), reply(good), expect()};
+        kept.insert(kept.end(), end.begin(), end.end());
+        FakeServer server({kept, kept, kept, {expect(), reply(good)}});
+        Client client(server.url());
+        std::array<Result, 3> results;
+        for (auto& result : results) client.start(result);
+        client.run();
+        for (auto& result : results) check_answered(result);
+        CHECK(client.backend->connections() == 3);
+        check_answered(client.ask());
+        CHECK(server.connections() == 4);
+        CHECK(server.requests().size() == 5);
+    }
+    // A fresh one that closes too, and a byte of an answer, are final.
+    for (const auto& [bytes, connections] :
+         {std::pair(std::string(), 2u), std::pair(std::string("HTTP/1.1 2"), 1u)}) {
+        FakeServer server({{expect(), reply(good), expect(), reply(bytes)}, {expect()}});
+        Client client(server.url());
+        check_answered(client.ask());
+        const auto result = client.ask();
+        CHECK(outcome(result) == (bytes.empty() ? Errc::unreachable : Errc::truncated));
+        CHECK(server.connections() == connections);
+        CHECK(server.requests().size() == 1 + connections);
+    }
+}
+
+TEST_CASE("a server that closes idle connections at once makes no request fail") {
+    FakeServer server({{expect(), reply(with_length(chat_answer)), pause(3ms)}}, repeating());
+    Client client(server.url());
+    std::mt19937 random(1);
+    constexpr int count = 300;
+    for (int i = 0; i < count; ++i) {
+        check_answered(client.ask());
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 6000));
+    }
+    CHECK(server.requests().size() == count); // each was read once
+}
+
+TEST_CASE("idle connections expire, those that are not the next to be used too") {
+    FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, repeating());
+    HttpOptions options;
+    options.idle_time = 300ms;
+    Client client(server.url(), plain(), options);
+    std::array<Result, 8> results;
+    for (auto& result : results) client.start(result);
+    client.run();
+    CHECK(client.backend->connections() == 8);
+    for (int i = 0; i < 2; ++i) {
+        std::this_thread::sleep_for(200ms);
+        check_answered(client.ask());
+    }
+    CHECK(client.backend->connections() == 1);
+    std::this_thread::sleep_for(300ms);
+    const auto before = server.connections();
+    check_answered(client.ask());
+    CHECK(server.connections() == before + 1);
+}
+
+TEST_CASE("no more connections are kept than the options say") {
+    FakeServer server({{expect(), barrier(6), reply(with_length(chat_answer)), again()}},
+                      repeating());
+    HttpOptions options;
+    options.idle_connections = 2;
+    Client client(server.url(), plain(), options);
+    std::array<Result, 6> results;
+    for (auto& result : results) client.start(result);
+    client.run();
+    CHECK(client.backend->connections() == 2);
+}
+
+TEST_CASE("a request over a kept connection does not wait for acknowledgements") {
+    FakeServer server({{expect(), reply(with_length(chat_answer)), again()}});
+    Client client(server.url());
+    for (const std::size_t size : {1, 1460, 4097, 65537}) {
+        Request request;
+        request.body = R"({"prompt": ")" + std::string(size, 'x') + "\"}";
+        std::vector<Clock::duration> times;
+        for (int i = 0; i < 50; ++i) times.push_back(client.ask(request).took);
+        std::nth_element(times.begin(), times.begin() + 25, times.end());
+        CHECK(times[25] < 20ms); // a delayed acknowledgement takes 40
+    }
+    CHECK(server.connections() == 1);
+}
+
+TEST_CASE("connections are paced so that a small backlog does not overflow") {
+    FakeServer::Options options = repeating();
+    options.backlog = 5;
+    options.accept_pause = 15ms;
+    FakeServer server({{expect(), reply(with_length(chat_answer))}}, options);
+    auto row = single_use();
+    row.backlog = 5;
+    row.accept_interval = 20ms;
+    Client client(server.url(), row);
+    std::array<Result, 40> results;
+    connects.clear();
+    const auto start = Clock::now();
+    for (auto& result : results) client.start(result);
+    client.run();
+    for (auto& result : results) check_answered(result);
+    CHECK(server.connections() == 40);
+    REQUIRE(connects.size() == 40);
+    for (std::size_t i = 0; i < connects.size(); ++i)
+        CHECK(connects[i] - start >= (i < 5 ? 0 : i - 4) * 20ms);
+}
+
+TEST_CASE("requests cancelled while they wait to connect do not hold up the next one") {
+    FakeServer server({{expect(), reply(with_length(chat_answer))}}, repeating());
+    auto row = single_use();
+    row.backlog = 1;
+    row.accept_interval = 100ms;
+    Client client(server.url(), row);
+    check_answered(client.ask());
+    std::array<Result, 50> results;
+    asio::cancellation_signal signals[50];
+    for (int i = 0; i < 50; ++i) client.start(results[i], chat(), signals[i].slot());
+    asio::steady_timer timer(client.io, 10ms);
+    timer.async_wait([&](error_code) {
+        for (auto& signal : signals) signal.emit(asio::cancellation_type::all);
+    });
+    client.run();
+    for (auto& result : results) CHECK(result.response.outcome == Errc::cancelled);
+    const auto result = client.ask();
+    check_answered(result);
+    CHECK(result.took < 1s + late_by);
+}
+
+TEST_CASE("256 requests are in flight at once") {
+    FakeServer::Options options = repeating();
+    options.backlog = 512;
+    FakeServer server({{expect(), barrier(256), reply(chunked(chat_stream, stream_type)), again()}},
+                      options);
+    Client client(server.url());
+    std::vector<Result> results(256);
+    for (auto& result : results) client.start(result, chat(true));
+    client.run();
+    for (auto& result : results) check_answered(result);
+    CHECK(server.connections() == 256);
+    CHECK(client.backend->connections() == 64); // as many as are kept
+    client.backend.reset();
+    CHECK(server.unused() == "");
+}
+
+TEST_CASE("cancelled at random, 2,000 requests end once each and leave nothing behind") {
+    for (const auto& row : {plain(), single_use()}) {
+        FakeServer server(
+            {{expect(), reply(open_stream({delta("Gr")})), pause(1ms), reply(chunk(delta("üße"))),
+              pause(1ms), reply(chunk(finish + usage + done)), pause(1ms), reply(chunk("")),
+              again()}},
+            repeating());
+        Client client(server.url(), row);
+        check_answered(client.ask(chat(true)));
+        client.backend.reset();
+        REQUIRE(server.quiet());
+        const auto baseline = open_files();
+
+        HttpOptions options;
+        options.url = server.url();
+        client.backend.emplace(client.io.get_executor(), row, options);
+        constexpr int count = 2000, at_once = 32;
+        struct One {
+            explicit One(asio::io_context& io) : timer(io) {}
+            int times = 0;
+            asio::cancellation_signal signal;
+            asio::steady_timer timer;
+        };
+        std::deque<One> all;
+        std::mt19937 random(7);
+        int answered = 0, cancelled = 0, other = 0;
+        std::function<void()> next = [&] {
+            if (all.size() == count) return;
+            auto& one = all.emplace_back(client.io);
+            client.backend->async_complete(
+                chat(true), {},
+                asio::bind_cancellation_slot(one.signal.slot(), [&](error_code ec,
+                                                                    const Response& response) {
+                    ++one.times;
+                    ++(!ec ? answered : response.outcome == Errc::cancelled ? cancelled : other);
+                    next();
+                }));
+            if (random() % 4 == 0) return;
+            one.timer.expires_after(std::chrono::microseconds(random() % 8000));
+            one.timer.async_wait(
+                [&](error_code) { one.signal.emit(asio::cancellation_type::all); });
+        };
+        for (int i = 0; i < at_once; ++i) next();
+        client.run(120s);
+        for (auto& one : all) CHECK(one.times == 1);
+        CHECK(answered + cancelled == count);
+        CHECK(other == 0);
+        CHECK(answered > 100);
+        CHECK(cancelled > 100);
+        check_answered(client.ask(chat(true)));
+        CHECK(client.backend->connections() <= (row.keep_alive ? 64 : 0));
+        client.backend.reset();
+        CHECK(server.quiet());
+        CHECK(eventually([&] { return open_files() == baseline; }));
+    }
+}
+
+TEST_CASE("the end of a backend closes what it kept, and waits for nobody") {
+    FakeServer server({{expect(), barrier(4), reply(with_length(chat_answer)), again()}},
+                      repeating());
+    const auto before = open_files();
+    {
+        Client client(server.url());
+        std::array<Result, 4> results;
+        for (auto& result : results) client.start(result);
+        client.run();
+        CHECK(client.backend->connections() == 4);
+        CHECK(open_files() > before);
+    }
+    CHECK(server.quiet());
+    CHECK(eventually([&] { return open_files() == before; }));
+
+    // The context may go away under a running request: its handler is then destroyed.
+    FakeServer silent({{expect(), hang()}});
+    const auto held = std::make_shared<int>();
+    {
+        Client client(silent.url());
+        client.backend->async_complete(chat(), {}, [held](error_code, Response) { FAIL(); });
+        client.io.run_for(30ms);
+    }
+    CHECK(held.use_count() == 1);
+    CHECK(silent.quiet());
+}
+
+// --- TLS ---
+
+namespace {
+
+class File {
+public:
+    explicit File(const std::string& text)
+        : path(std::filesystem::temp_directory_path() /
+               ("evalrt-test-" + std::to_string(::getpid()) + ".pem")) {
+        std::ofstream(path) << text;
+    }
+    ~File() { std::filesystem::remove(path); }
+    std::filesystem::path path;
+};
+
+} // namespace
+
+TEST_CASE("TLS: a trusted certificate of the right name, and no other") {
+    struct Row {
+        const char* names;
+        std::chrono::hours valid;
+        bool trusted;
+        const char* host;
+        bool good;
+    };
+    for (const auto& [names, valid, trusted, host, good] :
+         {Row{"IP:127.0.0.1", 24h, true, "127.0.0.1", true},
+          Row{"DNS:localhost", 24h, true, "localhost", true},
+          Row{"IP:127.0.0.1", 24h, false, "127.0.0.1", false},  // signed by itself
+          Row{"DNS:other.test", 24h, true, "127.0.0.1", false}, // another name
+          Row{"DNS:other.test", 24h, true, "localhost", false},
+          Row{"DNS:127.0.0.1", 24h, true, "127.0.0.1", false}, // an address is no name
+          Row{"IP:127.0.0.2", 24h, true, "127.0.0.1", false},
+          Row{"IP:127.0.0.1", -1h, true, "127.0.0.1", false}}) { // expired
+        INFO(names << " at " << host << ", trusted " << trusted << ", hours " << valid.count());
+        FakeServer::Options tls = repeating();
+        tls.tls = make_certificate(names, valid);
+        FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, tls);
+        const File file(tls.tls->certificate);
+        HttpOptions options;
+        options.api_key = canary;
+        if (trusted) options.ca_file = file.path;
+        Client client("https://" + std::string(host) + ":" + std::to_string(server.port()) + "/v1",
+                      plain(), options);
+        const auto result = client.ask();
+        if (good) {
+            check_answered(result);
+            check_answered(client.ask());
+            CHECK(server.connections() == 1); // kept
+            CHECK(server.requests().at(1).field("authorization") == "Bearer " + canary);
+            // An address is no server name: some servers refuse it.
+            CHECK(server.requests().at(0).server_name ==
+                  (host == std::string_view("localhost") ? "localhost" : ""));
+        } else {
+            CHECK(outcome(result) == Errc::unreachable);
+            CHECK(contains(result.response.detail, "certificate"));
+            CHECK(result.response.stage == Stage::none);
+            CHECK(server.requests().empty());
+            CHECK(client.backend->connections() == 0);
+        }
+    }
+}
+
+TEST_CASE("TLS: bodies of every framing, large ones, cuts and truncation") {
+    FakeServer::Options tls = repeating();
+    tls.tls = make_certificate("IP:127.0.0.1", 24h);
+    const File file(tls.tls->certificate);
+    HttpOptions options;
+    options.ca_file = file.path;
+    struct Row {
+        Script script;
+        std::optional<Errc> errc;
+    };
+    const auto length = with_length(chat_answer);
+    for (const auto& [script, errc] :
+         {Row{{expect(), reply(length)}, {}}, Row{{expect(), slowly(length, 1)}, {}},
+          Row{{expect(), reply(chunked(chat_stream, stream_type))}, {}},
+          Row{{expect(), reply(until_close(chat_stream, stream_type))}, {}},
+          Row{{expect(), reply(until_close(chat_answer))}, {}},
+          // Without the goodbye: common at the end of such a body, and the answer is complete.
+          Row{{expect(), reply(until_close(chat_answer)), cut()}, {}},
+          Row{{expect(), reply(until_close(chat_stream, stream_type)), cut()}, {}},
+          Row{{expect(), reply(until_close(chat_answer.substr(0, 90))), cut()}, Errc::malformed},
+          Row{{expect(), reply(until_close(delta("Gr"), stream_type)), cut()}, Errc::truncated},
+          Row{{expect(), reply(length.substr(0, length.size() - 5)), cut()}, Errc::truncated},
+          Row{{expect(), reply(length.substr(0, length.size() - 5))}, Errc::truncated},
+          Row{{expect(), reply(length.substr(0, 30)), cut()}, Errc::truncated},
+          Row{{expect(), reply(length.substr(0, 30))}, Errc::truncated},
+          Row{{expect(), reply(open_stream({delta("Gr")})), cut()}, Errc::truncated},
+          Row{{expect(), cut()}, Errc::unreachable}, Row{{expect()}, Errc::unreachable},
+          Row{{expect(), reset()}, Errc::unreachable}}) {
+        FakeServer server({script}, tls);
+        Client client(server.url(), plain(), options);
+        Request request;
+        request.body = R"({"prompt": ")" + std::string(100 << 10, 'x') + "\"}";
+        request.endpoint = "/v1/chat/completions";
+        const auto result = client.ask(request);
+        INFO("of " << script.size() << " steps: " << result.response.detail);
+        if (!errc)
+            check_answered(result);
+        else
+            CHECK(outcome(result) == *errc);
+        CHECK(server.requests().at(0).body == request.body.view());
+    }
+    // A plain server, and a wrong URL.
+    FakeServer plain_server({{reply(with_length("", json_type, "400 Bad Request")), hang()}});
+    Client client("https" + plain_server.url().substr(4), plain(), options);
+    CHECK(outcome(client.ask()) == Errc::unreachable);
+}
+
+// --- Names and keys ---
+
+TEST_CASE("localhost means 127.0.0.1 and ::1") {
+    for (const std::string address : {"127.0.0.1", "::1"}) {
+        FakeServer::Options options;
+        options.address = address;
+        std::optional<FakeServer> server;
+        try {
+            server.emplace(std::vector<Script>{{expect(), reply(with_length(chat_answer))},
+                                               {expect(), reply(with_length(chat_answer))}},
+                           options);
+        } catch (const std::exception&) {
+            WARN("no IPv6 here: ::1 is not tested");
+            continue;
+        }
+        Client client("http://localhost:" + std::to_string(server->port()) + "/v1");
+        const auto result = client.ask();
+        check_answered(result);
+        CHECK(result.took < 50ms + late_by);
+        CHECK(server->requests().at(0).field("host") ==
+              "localhost:" + std::to_string(server->port()));
+        // By its own address, too.
+        Client direct(server->url());
+        check_answered(direct.ask());
+        CHECK(server->requests().at(1).field("host") ==
+              server->url("").substr(std::string_view("http://").size()));
+        CHECK(server->unused() == "");
+    }
+}
+
+TEST_CASE("the end of a key file's line is trimmed; a key with control characters is refused") {
+    for (const std::string end : {"\n", "\r\n", "\r", " \t\n"}) {
+        FakeServer server({{expect(), reply(with_length(chat_answer))}});
+        HttpOptions options;
+        options.api_key = canary + end;
+        Client client(server.url(), plain(), options);
+        check_answered(client.ask());
+        CHECK(server.requests().at(0).field("authorization") == "Bearer " + canary);
+    }
+    for (const auto& key : {canary + "\r\nX-Injected: yes", "\n" + canary, canary + " x",
+                            canary + std::string(1, '\0') + "x", canary + "\xC3\xA4"}) {
+        HttpOptions options;
+        options.api_key = key;
+        try {
+            Client client("http://127.0.0.1:1/v1", plain(), options);
+            FAIL("taken");
+        } catch (const std::invalid_argument& error) {
+            CHECK(!contains(error.what(), "canary"));
+            CHECK(contains(error.what(), "key"));
+        }
+    }
+}
+
+TEST_CASE("bad options are refused at once") {
+    const auto refused = [](const std::string& url, HttpOptions options = {}) {
+        try {
+            Client client(url, plain(), options);
+            return std::string();
+        } catch (const std::invalid_argument& error) {
+            return std::string(error.what());
+        }
+    };
+    for (const auto url : {"", "127.0.0.1:80", "ftp://host", "http://", "http://h:0", "http://h:x",
+                           "http://h:70000", "http://h/v1?key=canary", "http://canary@h/v1",
+                           "http://h/a b", "http://[::1", "http://h\r\nX: y"}) {
+        INFO(url);
+        const auto what = refused(url);
+        CHECK(contains(what, "URL"));
+        CHECK(!contains(what, "canary"));
+    }
+    HttpOptions options;
+    options.ca_file = "/no/such/file.pem";
+    CHECK(contains(refused("https://h/v1", options), "/no/such/file.pem"));
+}
+
+TEST_CASE("the key never comes out again, even from a server that repeats it") {
+    const auto echo = [](std::string_view status, const std::string& body) {
+        return with_length(body, json_type, status);
+    };
+    for (const auto& bytes :
+         {echo("401 Unauthorized",
+               R"({"error": {"message": "Incorrect API key: )" + canary + "\"}}"),
+          echo("500 Oops", "Authorization: Bearer " + canary), echo("200 OK", "? " + canary),
+          echo("200 OK", R"({"error": ")" + canary + "\"}"),
+          with_length("", "Location: http://x/?key=" + canary + "\r\n", "302 Found"),
+          chunked(event(R"({"error": ")" + canary + "\"}"), stream_type),
+          chunked(event("{" + canary), stream_type), canary + "\r\n\r\n",
+          answer_head("X: " + canary + "\r\nTransfer-Encoding: gzip\r\n"), std::string()}) {
+        INFO(bytes);
+        FakeServer server({{expect(), reply(bytes)}});
+        HttpOptions options;
+        options.api_key = canary + "\n";
+        auto row = plain();
+        row.drop_seed_at_zero = true; // which is said
+        Client client(server.url(), row, options);
+        Request request;
+        request.body = R"({"prompt": "x", "seed": 1})";
+        const auto result = client.ask(request);
+        outcome(result);
+        CHECK(!contains(result.response.detail, "canary"));
+        CHECK(!contains(result.response.body, "canary"));
+        CHECK(!contains(result.code.message(), "canary"));
+        CHECK(contains(client.log, "seed"));
+        CHECK(!contains(client.log, "canary"));
+    }
+}

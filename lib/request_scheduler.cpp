@@ -192,6 +192,9 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             };
             response.expected_cached = tokens(item->pick.expected_bytes);
             response.maximum_cached = tokens(item->pick.maximum_bytes);
+            // The share of the bytes is an estimate; what the server had is a fact.
+            if (response.maximum_cached && usage.cached_tokens)
+                response.maximum_cached = std::max(*response.maximum_cached, *usage.cached_tokens);
         }
         const auto code = response.outcome ? make_error_code(*response.outcome) : error_code();
         detail::complete(executor, std::move(item->handler), code, std::move(response));

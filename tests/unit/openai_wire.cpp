@@ -182,7 +182,7 @@ json::value choices_of(const Response& response) {
 
 TEST_CASE("a stream is put together to the answer that comes in one piece") {
     const auto answer =
-        read_stream(delta(R"("role":"assistant","content":"")") + content("Hel") +
+        read_stream(delta(R"("role":"assistant","content":"","refusal":"")") + content("Hel") +
                     content("lo \"\\\n") + content("\xC3\xA9") + finish() +
                     chunk("", R"(,"usage":{"prompt_tokens":5,"completion_tokens":3,)"
                               R"("prompt_tokens_details":{"cached_tokens":4}})") +
@@ -463,14 +463,16 @@ TEST_CASE("log probabilities of a chat stream are joined") {
 
 TEST_CASE("reasoning and members that evalrt does not know survive in the body") {
     const auto answer = read_stream(
-        delta(R"("role":"assistant","content":null,"reasoning_content":"Let ","refusal":null)") +
+        chunk(R"({"index":0,"delta":{"role":"assistant","content":null,"refusal":null,)"
+              R"("reasoning_content":"Let ","annotations":[]}})",
+              R"(,"service_tier":null,"obfuscation":"aX3")") +
         delta(R"("reasoning_content":"me see","annotations":[{"a":1}])") +
-        delta(
-            R"("content":"4","reasoning_content":null,"annotations":[{"a":2}],"audio":{"id":"x"})") +
+        delta(R"("content":"4","reasoning_content":null,"annotations":[{"a":2}])") +
+        delta(R"("annotations":[],"audio":{"id":"x"})") +
         chunk(R"({"index":0,"delta":{"content":""},"finish_reason":"stop","matched_stop":151645,)"
               R"("token_ids":[1,2]},{"index":0,"delta":{},"token_ids":[3]})",
-              R"(,"timings":{"predicted_n":3},"service_tier":"x")") +
-        chunk("", R"(,"timings":{"predicted_n":4})") + done);
+              R"(,"timings":{"predicted_n":3},"service_tier":"x","obfuscation":"b")") +
+        chunk("", R"(,"timings":{"predicted_n":4},"service_tier":"y")") + done);
     CHECK(answer.response.text == "4");
     CHECK(answer.pieces == 3);
     CHECK(json::parse(answer.response.body) == json::parse(R"({
@@ -620,6 +622,8 @@ TEST_CASE("tool calls without an index are told apart by id, or by name") {
     CHECK(calls_of(call(R"({"function":{"name":"f","arguments":"{}"}})") +
                    call(R"({"function":{"name":"f","arguments":"{\"x\":1}"}})")) ==
           R"(f({})# f({"x":1})#)");
+    CHECK(calls_of(call(R"({"id":"a","type":"function"})") +
+                   call(R"({"function":{"name":"f","arguments":"{}"}})")) == "f({})#a");
     CHECK(calls_of(call(R"({"index":null,"id":"a","function":{"name":"f","arguments":"{}"}})") +
                    call(R"({"index":null,"id":"b","function":{"name":"f","arguments":"{}"}})")) ==
           "f({})#a f({})#b");
@@ -1023,7 +1027,8 @@ TEST_CASE("a status and the server's words make the class") {
             Row{500, R"({"something":"else"})", "rejected", R"(HTTP 500: {"something":"else"})"},
             Row{500, "[1]", "rejected", "HTTP 500: [1]"},
             Row{500, R"({"error":"\ud800"})", "rejected", "HTTP 500: \xEF\xBF\xBD"},
-            // A status line is worth more than a code in the body.
+            // A status line is worth more than a code in the body, or words.
+            Row{500, R"({"error":{"message":"server busy"}})", "rejected", "HTTP 500: server busy"},
             Row{400, R"({"error":{"message":"boom","code":503}})", "rejected", "HTTP 400: boom"},
         }) {
         CAPTURE(row.status, row.body);

@@ -8,7 +8,7 @@ set(EVALRT_SANITIZE "" CACHE STRING "Sanitizers for every target, as in -fsaniti
 
 add_library(evalrt_warnings INTERFACE)
 target_compile_options(evalrt_warnings INTERFACE
-  -Wall -Wextra -Wpedantic -Wshadow -Woverloaded-virtual
+  -Wall -Wextra -Wpedantic -Wshadow $<$<COMPILE_LANGUAGE:CXX>:-Woverloaded-virtual>
   -Wno-missing-field-initializers # designated initializers leave out what is default
   $<$<CXX_COMPILER_ID:GNU>:-Wno-tsan>) # Asio has fences, which GCC's TSan does not model
 if(EVALRT_WERROR)

@@ -20,11 +20,11 @@ int main(int argc, char** argv) {
     int code = 1;
     runtime.async_open([&](evalrt::error_code ec, std::string why) {
         if (ec) return void(std::cerr << why << '\n');
-        runtime.backend().async_complete(request, {}, [&](evalrt::error_code failed,
-                                                          evalrt::Response response) {
-            std::cout << (failed ? response.detail : response.text) << '\n';
-            code = failed ? 1 : 0;
-        });
+        runtime.backend().async_complete(
+            request, {}, [&](evalrt::error_code failed, evalrt::Response response) {
+                std::cout << (failed ? response.detail : response.text) << '\n';
+                code = failed ? 1 : 0;
+            });
     });
     io.run();
     return code;

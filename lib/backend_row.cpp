@@ -36,7 +36,7 @@ const std::array rows{
         .keep_alive = false,
         .backlog = 5,
         .accept_interval = 20ms,
-        .in_flight = 16,
+        .in_flight = 32, // its --decode-concurrency; answers of unlike length keep the batch full
         .release = Release::first_text,
         .match_length = true,
     },

@@ -28,7 +28,7 @@ class Category final : public boost::system::error_category {
 public:
     const char* name() const noexcept override { return "evalrt"; }
     std::string message(int value) const override {
-        return value > 0 && value < int(std::size(table)) ? table[value].message : "unknown error";
+        return value >= 0 && value < int(std::size(table)) ? table[value].message : "unknown error";
     }
 };
 

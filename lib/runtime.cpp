@@ -34,6 +34,17 @@ std::string last_lines(std::string_view output, std::size_t limit = 600) {
     return std::string(output);
 }
 
+// What a constructor on the way has thrown.
+Failure as_failure(std::exception_ptr error) {
+    try {
+        std::rethrow_exception(error);
+    } catch (const std::invalid_argument& invalid) {
+        return {asio::error::invalid_argument, invalid.what()};
+    } catch (...) {
+        return {asio::error::no_memory, "out of memory"};
+    }
+}
+
 } // namespace
 
 struct Runtime::Impl : std::enable_shared_from_this<Impl> {
@@ -181,7 +192,7 @@ void Runtime::open(Handler handler) {
     asio::co_spawn(impl_->executor, impl_->open(),
                    [impl = impl_, handler = std::move(handler)](std::exception_ptr error,
                                                                 Failure failure) mutable {
-                       if (error) failure = {asio::error::no_memory, "out of memory"};
+                       if (error) failure = as_failure(error);
                        if (failure) impl->process.reset();
                        detail::complete(impl->executor, std::move(handler), failure.code,
                                         std::move(failure.detail));

@@ -72,7 +72,7 @@ public:
         if (interrupted_) co_return abandon(0);
         if (ec) {
             say(fmt::format("{}: {}", options.backend, detail));
-            co_return exit_backend;
+            co_return ec == asio::error::invalid_argument ? exit_usage : exit_backend;
         }
         report_.backend = options.backend;
         report_.model = runtime_->model();

@@ -46,8 +46,9 @@ public:
     /// Starts the server or finds the running one, and has it answer one token.
     ///
     /// Completes  when it has answered.
-    /// Errors     exited, unreachable, timed_out, rejected, auth; the string says what is wrong
-    ///            and what to do. Nothing is left running.
+    /// Errors     exited, unreachable, timed_out, rejected, auth, and invalid_argument for a key
+    ///            or certificate file that cannot be used; the string says what is wrong and what
+    ///            to do. Nothing is left running.
     /// Cancel     any type.
     /// Lifetime   *this must outlive the operation.
     template <asio::completion_token_for<Signature> Token = asio::deferred_t>

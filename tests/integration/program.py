@@ -98,7 +98,7 @@ class Program(unittest.TestCase):
         self.assertIsNone(summary["bound_seconds"])
         bodies = [row["body"] for row in self.asked()]
         self.assertEqual({body["model"] for body in bodies}, {"default_model"})
-        self.assertLessEqual(max(row["in_flight"] for row in self.asked()), 16)
+        self.assertLessEqual(max(row["in_flight"] for row in self.asked()), 32)
 
     def test_standard_input_to_standard_output_and_bodies_alone(self):
         body = json.dumps({"messages": [{"role": "user", "content": "bare"}]})
@@ -132,6 +132,20 @@ class Program(unittest.TestCase):
         parity = json.loads((self.dir / "s.json").read_text())["parity"]
         self.assertEqual((parity["checked"], parity["identical"], parity["ids"]), (4, 4, []))
         self.assertEqual(len(self.asked()), 14)
+
+    def test_completions_are_answered_too(self):
+        path = self.dir / "suite.jsonl"
+        path.write_text(json.dumps({"url": "/v1/completions", "body": {"prompt": "once"}}))
+        code, out, err = self.run_program("run", path, *self.own_server(), "--quiet")
+        self.assertEqual(code, 0, err)
+        self.assertEqual(self.rows(out)[0]["response"]["body"]["choices"][0]["text"],
+                         "answer to once")
+
+    def test_a_key_that_cannot_be_sent_is_a_usage_error_and_is_not_repeated(self):
+        (self.dir / "key").write_text("sk-secret with spaces\n")
+        err = self.refused(2, "API key", "run", self.suite(line("a", "x")), "-o", "out",
+                           *self.own_server(), "--api-key-file", "key")
+        self.assertNotIn("sk-secret", err)
 
     # Failures
 

@@ -76,6 +76,10 @@ class Handler(BaseHTTPRequestHandler):
                  "prompt_tokens_details": {"cached_tokens": 20}}
         head = {"id": "chatcmpl-1", "model": body.get("model"), "created": 1,
                 "system_fingerprint": "fake-1.0"}
+        if "prompt" in body:
+            return self.answer(200, json.dumps(head | {
+                "object": "text_completion", "usage": usage,
+                "choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}))
         if not body.get("stream"):
             message = {"role": "assistant", "content": text}
             return self.answer(200, json.dumps(

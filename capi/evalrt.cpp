@@ -63,6 +63,7 @@ evalrt_code code_of(Errc errc) {
 
 evalrt_code code_of(error_code code) {
     if (code == asio::error::operation_aborted) return EVALRT_CANCELLED;
+    if (code == asio::error::invalid_argument) return EVALRT_INVALID;
     return code.category() == category() ? code_of(Errc(code.value())) : EVALRT_INTERNAL;
 }
 

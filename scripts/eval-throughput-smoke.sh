@@ -100,8 +100,8 @@ say "5/5 time to first token, cold and warm, and what the engine can do at best"
 python=$ENGINE/bin/python
 "$python" "$ROOT/scripts/smoke_report.py" ttft-requests "$ROOT/scripts/suites/facts.jsonl" "$out/ttft-requests.jsonl"
 "$evalrt" run "$out/ttft-requests.jsonl" -o "$out/ttft.jsonl" "${server[@]}" --max-in-flight 1 --order fifo --quiet
-"$python" "$ROOT/scripts/smoke_report.py" limit-requests "$out" 16 "$out/limit-requests.jsonl"
-"$evalrt" run "$out/limit-requests.jsonl" -o "$out/limit.jsonl" "${server[@]}" --max-in-flight 16 --order fifo --quiet
+"$python" "$ROOT/scripts/smoke_report.py" limit-requests "$out"
+"$evalrt" run "$out/limit-requests.jsonl" -o "$out/limit.jsonl" "${server[@]}" --max-in-flight 32 --order fifo --quiet
 
 scores=()
 if [ "$score" = yes ]; then

@@ -2,7 +2,7 @@
 """The smoke run's bookkeeping: what it asks for time to first token, and its report.
 
     smoke_report.py ttft-requests SUITE.jsonl OUT.jsonl
-    smoke_report.py limit-requests DIR WIDTH OUT.jsonl
+    smoke_report.py limit-requests DIR
     smoke_report.py report DIR --min-speedup X [--scores SEQUENTIAL.json BATCHED.json]
 
 `report` reads what the two runs left in DIR, prints the comparison, writes DIR/report.json and
@@ -51,10 +51,11 @@ WORDS = ("river", "stone", "garden", "winter", "letter", "engine", "market", "si
          "forest", "island", "summer", "bridge", "candle", "mirror", "harbor")
 
 
-def limit_requests(folder, width, out):
+def limit_requests(folder):
     """As many requests as the server decodes at once, with prompts as long as the suite's that
     share nothing and go on for a while: what the engine can do when nothing keeps it from it."""
-    run = json.loads((Path(folder) / "sequential.json").read_text())
+    run = json.loads((Path(folder) / "batched.json").read_text())
+    width = min(32, run["max_in_flight"])
     length = max(40, (run["prompt_tokens"] or 0) // max(1, run["requests"]) - 40)
     rows = []
     for i in range(width):
@@ -62,7 +63,7 @@ def limit_requests(folder, width, out):
         rows.append({"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": {
             "messages": [{"role": "user", "content": f"Story {i}: {story}. Write a long story about it."}],
             "temperature": 0, "max_tokens": 64}})
-    write_lines(out, rows)
+    write_lines(Path(folder) / "limit-requests.jsonl", rows)
 
 
 def engine_limit(folder, before, after):
@@ -221,8 +222,6 @@ def main():
     command.add_argument("out")
     command = commands.add_parser("limit-requests")
     command.add_argument("folder")
-    command.add_argument("width", type=int)
-    command.add_argument("out")
     command = commands.add_parser("report")
     command.add_argument("folder")
     command.add_argument("--min-speedup", type=float, default=3.0)
@@ -231,7 +230,7 @@ def main():
     if args.command == "ttft-requests":
         return ttft_requests(args.suite, args.out)
     if args.command == "limit-requests":
-        return limit_requests(args.folder, args.width, args.out)
+        return limit_requests(args.folder)
     return report(args.folder, args.min_speedup, args.scores)
 
 

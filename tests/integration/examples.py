@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""The examples do what they say, and the README shows them as they are.
+
+    examples.py ASK_PROGRAM
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import unittest
+from pathlib import Path
+
+ASK = os.path.abspath(sys.argv.pop(1))
+TESTS = Path(__file__).resolve().parent.parent
+ROOT = TESTS.parent
+
+
+class Examples(unittest.TestCase):
+    def test_ask_prints_the_answer(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        server = subprocess.Popen([TESTS / "support" / "fake_openai.py", "--model", "small",
+                                   "--port", str(port)])
+        try:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                with socket.socket() as client:
+                    if client.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.05)
+            done = subprocess.run([ASK, f"http://127.0.0.1:{port}/v1", "a question"], timeout=30,
+                                  capture_output=True, text=True)
+            self.assertEqual((done.returncode, done.stdout.strip()), (0, "answer to a question"),
+                             done.stderr)
+        finally:
+            server.kill()
+            server.wait()
+
+    def test_ask_says_when_nobody_answers(self):
+        done = subprocess.run([ASK, "http://127.0.0.1:1/v1", "a question"], timeout=30,
+                              capture_output=True, text=True)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("cannot connect to 127.0.0.1:1", done.stderr)
+
+    def test_the_readme_shows_ask_as_it_is(self):
+        source = (ROOT / "examples" / "ask.cpp").read_text()
+        self.assertIn("```cpp\n" + source + "```", (ROOT / "README.md").read_text())
+
+    def test_the_readme_names_no_command_or_option_that_is_not_there(self):
+        readme = (ROOT / "README.md").read_text()
+        smoke = (ROOT / "scripts" / "eval-throughput-smoke.sh").read_text()
+        main = (ROOT / "examples" / "evalrt" / "main.cpp").read_text()
+        for word in readme.replace("`", " ").split():
+            option = word.strip(".,;:()")
+            if option.startswith("--") and option.strip("-"):
+                self.assertTrue(f"{option} " in smoke or f"{option})" in smoke or
+                                f'{option}"' in main or option == "--install", option)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

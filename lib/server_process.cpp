@@ -4,8 +4,8 @@
 // sends all signals to the group, since it alone knows whether the server's pid is still its own.
 #include "evalrt/server_process.hpp"
 
-#include <boost/asio/append.hpp>
-#include <boost/asio/associated_cancellation_slot.hpp>
+#include "evalrt/detail/complete.hpp"
+
 #include <boost/asio/bind_cancellation_slot.hpp>
 #include <boost/asio/bind_executor.hpp>
 #include <boost/asio/cancellation_signal.hpp>
@@ -392,26 +392,17 @@ struct ServerProcess::Impl : std::enable_shared_from_this<Impl> {
     std::list<StopHandler> stops;
     std::vector<std::weak_ptr<Ready>> readies;
 
-    /// The slot outlives the operation; a late signal must find it empty.
     template <class... Results>
     void complete(asio::any_completion_handler<void(error_code, Results...)> handler,
                   error_code code, std::type_identity_t<Results>... results) {
-        if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
-            slot.clear();
-        asio::post(executor, asio::append(std::move(handler), code, std::move(results)...));
-    }
-
-    template <class Function>
-    static void on_cancel(const auto& handler, Function function) {
-        if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
-            slot.assign([function](asio::cancellation_type) { function(); });
+        detail::complete(executor, std::move(handler), code, std::move(results)...);
     }
 
     template <class... Results>
     void wait(std::list<asio::any_completion_handler<void(error_code, Results...)>>& list,
               asio::any_completion_handler<void(error_code, Results...)> handler) {
         const auto at = list.insert(list.end(), std::move(handler));
-        on_cancel(*at, [weak = weak_from_this(), &list, at] {
+        detail::on_cancel(*at, [weak = weak_from_this(), &list, at] {
             auto self = weak.lock();
             if (!self) return;
             auto cancelled = std::move(*at);
@@ -433,7 +424,7 @@ struct ServerProcess::Impl : std::enable_shared_from_this<Impl> {
         state = State::starting;
         how = "its guardian process was killed"; // unless the guardian says something else
         starting.swap(handler); // its move assignment calls itself for ever in Boost 1.81
-        on_cancel(starting, [weak = weak_from_this()] {
+        detail::on_cancel(starting, [weak = weak_from_this()] {
             auto self = weak.lock();
             if (!self) return;
             self->not_started.code = asio::error::operation_aborted;
@@ -639,7 +630,7 @@ struct ServerProcess::Impl::Ready : std::enable_shared_from_this<Ready> {
     std::string last_answer;
 
     void begin() {
-        Impl::on_cancel(handler, [weak = weak_from_this()] {
+        detail::on_cancel(handler, [weak = weak_from_this()] {
             if (auto self = weak.lock()) self->finish({asio::error::operation_aborted, {}});
         });
         limit.expires_after(run->command.startup_timeout);

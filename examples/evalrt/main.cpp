@@ -221,6 +221,7 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
         return true;
     };
     suite.kept_in = asked.result_dir;
+    suite.resumes = true;
     auto last_write = Clock::now();
     suite.on_result = [&](std::size_t index, const Response& response) {
         if (response.outcome) return true;

@@ -180,9 +180,10 @@ private:
 
     int abandon(std::uint64_t answered) {
         clear_line();
-        say(fmt::format("interrupted: {} of {} answered{}{}", answered, suite_.jobs.size(),
+        say(fmt::format("interrupted: {} of {} answered{}; {}", answered, suite_.jobs.size(),
                         answered > 0 ? kept() : "",
-                        answered > 0 ? "" : "; run the same command to start again"));
+                        suite_.resumes ? "the same command asks for the rest"
+                                       : "the same command starts again from the first"));
         return exit_interrupted;
     }
 

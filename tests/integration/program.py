@@ -303,7 +303,7 @@ class Program(unittest.TestCase):
                 self.assertEqual(code, 130, err)
                 self.assertLess(seconds, 1 if "SANITIZED" not in os.environ else 5)
                 self.assertIn("interrupted: 1 of 21 answered", err)
-                self.assertIn("o.part", err)
+                self.assertIn("in o.part; the same command starts again", err)
                 rows = self.rows((self.dir / "o.part").read_text())
                 self.assertEqual([row["custom_id"] for row in rows], ["quick"])
                 self.assertFalse((self.dir / "o").exists(), "looks whole, but is not")

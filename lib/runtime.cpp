@@ -12,6 +12,7 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <stdexcept>
 
 namespace evalrt {
@@ -69,6 +70,14 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 fmt::format("no model: give --model with the model that {} should load, or --url "
                             "with the address of a server that runs",
                             row.name));
+        // A name may be one that the server knows how to find; a path is ours to check.
+        std::error_code ignored;
+        if (starts && (options.model.starts_with('/') || options.model.starts_with('.')) &&
+            !std::filesystem::exists(options.model, ignored))
+            throw std::invalid_argument(
+                fmt::format("there is no model at '{}': give --model with a path or name that {} "
+                            "can load",
+                            options.model, row.name));
         if (!starts) parse_url(options.url);
         if (options.max_in_flight > 0) row.in_flight = options.max_in_flight;
         model = row.served_model.empty() ? options.model : row.served_model;
@@ -123,6 +132,12 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             Request probe = one_token();
             auto [ready_ec, ready_detail] =
                 co_await process->async_wait_ready(*http, std::move(probe), token());
+            if (ready_ec == Errc::rejected)
+                co_return Failure{ready_ec,
+                                  fmt::format("the server does not answer with the model '{}': {}; "
+                                              "its last words: {}",
+                                              options.model, ready_detail,
+                                              last_lines(process->last_output()))};
             if (ready_ec) co_return Failure{ready_ec, ready_detail};
             watch();
         } else {

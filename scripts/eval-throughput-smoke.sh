@@ -45,12 +45,23 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+is_number() { [[ $1 =~ ^[0-9]{1,9}$ ]] && [ "$1" -gt 0 ]; }
+[ "$in_flight" = auto ] || is_number "$in_flight" || die "--max-in-flight is a number from 1, or auto, not $in_flight"
+[ -z "$max_tokens" ] || is_number "$max_tokens" || die "--max-tokens is a number from 1, not $max_tokens"
+[ -z "$cases" ] || is_number "$cases" || die "--cases is a number from 1, not $cases"
+[[ $min_speedup =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "--min-speedup is a number, not $min_speedup"
 case $baseline in same | tinygpt) ;; *) die "--baseline is same or tinygpt, not $baseline" ;; esac
-case ${cases:-1} in *[!0-9]* | 0) die "--cases is a number from 1, not $cases" ;; esac
 if [ "$baseline" = tinygpt ]; then
     command -v tinygpt >/dev/null || die "--baseline tinygpt: there is no tinygpt on PATH"
     [ -n "$model" ] || die "--baseline tinygpt: give --model with a model that both servers load"
 fi
+
+# Only what an earlier run has left is replaced.
+mkdir -p "$out" 2>/dev/null && [ -w "$out" ] || die "cannot write to $out; choose another folder with --out"
+if [ ! -e "$out/.evalrt-smoke" ] && [ -n "$(ls -A "$out")" ]; then
+    die "$out is not empty and not from an earlier run of this script; choose another folder with --out"
+fi
+touch "$out/.evalrt-smoke"
 
 say "1/5 setting up (cache: $EVALRT_CACHE)"
 setup_build
@@ -60,7 +71,7 @@ build release evalrt_program
 evalrt="$ROOT/build/release/bin/evalrt"
 
 # A run's answers must not be taken for a later run's.
-rm -rf "$out/sequential" "$out/batched" "$out"/*.json "$out"/*.jsonl
+rm -rf "$out/sequential" "$out/batched" "$out"/*.json "$out"/*.jsonl "$out"/*.part
 mkdir -p "$out/sequential" "$out/batched"
 
 server=(--backend "$backend")
@@ -99,9 +110,11 @@ ask batched "${server[@]}" --max-in-flight "$in_flight"
 say "5/5 time to first token, cold and warm, and what the engine can do at best"
 python=$ENGINE/bin/python
 "$python" "$ROOT/scripts/smoke_report.py" ttft-requests "$ROOT/scripts/suites/facts.jsonl" "$out/ttft-requests.jsonl"
-"$evalrt" run "$out/ttft-requests.jsonl" -o "$out/ttft.jsonl" "${server[@]}" --max-in-flight 1 --order fifo --quiet
+"$evalrt" run "$out/ttft-requests.jsonl" -o "$out/ttft.jsonl" "${server[@]}" --max-in-flight 1 --order fifo ||
+    say "the time to first token could not be measured"
 "$python" "$ROOT/scripts/smoke_report.py" limit-requests "$out"
-"$evalrt" run "$out/limit-requests.jsonl" -o "$out/limit.jsonl" "${server[@]}" --max-in-flight 32 --order fifo --quiet
+"$evalrt" run "$out/limit-requests.jsonl" -o "$out/limit.jsonl" "${server[@]}" --max-in-flight 32 --order fifo ||
+    say "the engine's limit could not be measured"
 
 scores=()
 if [ "$score" = yes ]; then

@@ -9,6 +9,7 @@ die() { say "error: $*"; exit 2; }
 on_mac() { [ "$(uname)" = Darwin ]; }
 
 if [ -z "${EVALRT_CACHE:-}" ]; then
+    [ -n "${HOME:-}" ] || die "neither HOME nor EVALRT_CACHE is set: where should the caches go?"
     if on_mac; then EVALRT_CACHE="$HOME/Library/Caches/evalrt"
     else EVALRT_CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/evalrt"; fi
 fi
@@ -38,10 +39,12 @@ install_packages() {
         as_root=(sudo)
     fi
     say "installing ${missing[*]}"
-    ${as_root[@]+"${as_root[@]}"} apt-get update -qq >&2 || die "apt-get update failed; is the network there?"
+    local log="$EVALRT_CACHE/apt.log"
+    ${as_root[@]+"${as_root[@]}"} apt-get update -qq >"$log" 2>&1 ||
+        { cat "$log" >&2; die "apt-get update failed; is the network there?"; }
     ${as_root[@]+"${as_root[@]}"} env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2 ||
-        die "apt-get could not install ${missing[*]}"
+        apt-get install -y -qq --no-install-recommends "${missing[@]}" >"$log" 2>&1 ||
+        { tail -n 20 "$log" >&2; die "apt-get could not install ${missing[*]} (all it said: $log)"; }
 }
 
 # make_venv_for NAME SCRIPT: the environment that a script asks for with its --packages.
@@ -55,10 +58,10 @@ make_venv_for() {
 # What the library, the program and the tests are built with.
 setup_build() {
     if on_mac; then
-        install_packages cmake ninja boost simdjson fmt catch2 openssl@3 sqlite cli11 pkgconf
+        install_packages cmake ninja boost simdjson fmt catch2 openssl@3 sqlite cli11 pkgconf python3
     else
         install_packages g++ cmake ninja-build libboost1.81-dev libboost-json1.81-dev libsimdjson-dev \
-            libfmt-dev catch2 libssl-dev libsqlite3-dev libcli11-dev pkg-config
+            libfmt-dev catch2 libssl-dev libsqlite3-dev libcli11-dev pkg-config python3 procps
     fi
 }
 
@@ -70,7 +73,7 @@ make_venv() {
     shift
     if [ "$(cat "$folder/requirements" 2>/dev/null)" != "$(printf '%s\n' "$@")" ]; then
         on_mac || install_packages python3 python3-venv
-        say "setting up the Python environment $folder"
+        say "setting up the Python environment $folder (downloads some packages)"
         rm -rf "$folder"
         python3 -m venv "$folder" >&2 || die "python3 -m venv failed; is Python 3.10 or later installed?"
         for requirement in "$@"; do

@@ -55,7 +55,7 @@ def limit_requests(folder):
     """As many requests as the server decodes at once, with prompts as long as the suite's that
     share nothing and go on for a while: what the engine can do when nothing keeps it from it."""
     run = json.loads((Path(folder) / "batched.json").read_text())
-    width = min(32, run["max_in_flight"])
+    width = min(32, run["max_in_flight"], run["requests"])
     length = max(40, (run["prompt_tokens"] or 0) // max(1, run["requests"]) - 40)
     rows = []
     for i in range(width):
@@ -69,21 +69,33 @@ def limit_requests(folder):
 def engine_limit(folder, before, after):
     """The time in which the engine could at best have answered the suite: every token that no cache
     could hold prefilled once, every output token decoded at the full width."""
-    wave, pace = folder / "limit.jsonl", folder / "ttft.jsonl"
-    if not wave.exists() or not pace.exists() or after["cached_tokens"]["maximum"] is None:
+    wave = measured(folder / "limit.jsonl")
+    pace = [row for name, row in measured(folder / "ttft.jsonl").items() if name.startswith("cold")]
+    if not wave or not pace or not before["wall_seconds"]:
         return None
-    wave = [row["evalrt"] for row in lines(wave)]
-    last = max(wave, key=lambda row: row["queued_ms"] + (row["first_text_ms"] or 0))
+    if None in (after["prompt_tokens"], after["completion_tokens"], after["cached_tokens"]["maximum"]):
+        return None
     # The last to begin is not held up by anybody's prefill.
+    last = max(wave.values(), key=lambda row: row["queued_ms"] + row["first_text_ms"])
+    if last["completion_tokens"] < 2:
+        return None
     step = (last["total_ms"] - last["queued_ms"] - last["first_text_ms"]) / (last["completion_tokens"] - 1)
     decode = len(wave) * 1000 / step
-    prefill = median([1000 * row["evalrt"]["prompt_tokens"] / row["evalrt"]["first_text_ms"]
-                      for row in lines(pace) if row["custom_id"].startswith("cold")])
+    prefill = median([1000 * row["prompt_tokens"] / row["first_text_ms"] for row in pace])
     cold = after["prompt_tokens"] - after["cached_tokens"]["maximum"]
     seconds = cold / prefill + after["completion_tokens"] / decode
     return {"seconds": round(seconds, 2), "speedup": round(before["wall_seconds"] / seconds, 3),
             "width": len(wave), "decode_tokens_per_second": round(decode, 1),
             "prefill_tokens_per_second": round(prefill, 1)}
+
+
+def measured(path):
+    """The figures of the requests that were answered with a token count and a first token."""
+    if not path.exists():
+        return {}
+    return {row["custom_id"]: row["evalrt"] for row in lines(path) if row["error"] is None
+            and row["evalrt"]["first_text_ms"] and row["evalrt"]["prompt_tokens"]
+            and row["evalrt"]["completion_tokens"]}
 
 
 def answers(folder):
@@ -114,11 +126,8 @@ def median(values):
 
 
 def ttft(folder):
-    path = Path(folder) / "ttft.jsonl"
-    if not path.exists():
-        return None, None
-    first = {row["custom_id"]: row["evalrt"]["first_text_ms"] for row in lines(path)}
-    return tuple(median(value for name, value in first.items() if name.startswith(kind))
+    rows = measured(folder / "ttft.jsonl")
+    return tuple(median(row["first_text_ms"] for name, row in rows.items() if name.startswith(kind))
                  for kind in ("cold", "warm"))
 
 
@@ -148,6 +157,9 @@ def number(value, digits=0, unit=""):
 
 def report(folder, min_speedup, scores):
     folder = Path(folder)
+    for name in ("sequential.json", "batched.json"):
+        if not (folder / name).exists():
+            sys.exit(f"error: {folder / name} is missing: scripts/eval-throughput-smoke.sh makes it")
     runs = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("sequential", "batched")}
     before, after = runs["sequential"], runs["batched"]
     first, second = answers(folder / "sequential"), answers(folder / "batched")

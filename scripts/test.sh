@@ -7,6 +7,11 @@ set -euo pipefail
 full=no labels=()
 for argument in "$@"; do
     case $argument in
+    -h | --help)
+        echo "usage: scripts/test.sh [full] [unit|integration|capi|swift|consumer|real ...]"
+        echo "Without arguments the quick set; full adds TSan and Clang; labels choose a part."
+        exit 0
+        ;;
     full) full=yes ;;
     unit | integration | capi | swift | consumer | real) labels+=("$argument") ;;
     *) die "unknown label $argument; known are full unit integration capi swift consumer real" ;;

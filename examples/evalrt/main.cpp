@@ -241,7 +241,13 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
         last_write = Clock::now();
         return write();
     };
-    suite.on_end = [&](bool) { return write(); };
+    suite.on_end = [&](bool) {
+        if (!write()) return false;
+        for (const auto& file : files)
+            if (!options.common.quiet && !file.rows.empty())
+                say(fmt::format("results: {}", file.path.string()));
+        return true;
+    };
     return run_suite(std::move(suite), options.common);
 }
 
@@ -302,12 +308,21 @@ int main(int argc, char** argv) {
     auto& backends_command =
         *app.add_subcommand("backends", "List the model servers that evalrt knows");
 
+    if (argc < 2) {
+        say("give a command: run, bfcl or backends (evalrt --help says more)");
+        return exit_usage;
+    }
+    const auto known = app.get_subcommands([&](CLI::App* it) { return it->get_name() == argv[1]; });
+    if (argv[1][0] != '-' && known.empty()) {
+        say(fmt::format("unknown command '{}'; known are run, bfcl and backends", argv[1]));
+        return exit_usage;
+    }
     try {
         app.parse(argc, argv);
     } catch (const CLI::ParseError& error) {
         if (error.get_exit_code() == 0) return app.exit(error);
-        say(fmt::format("{} (evalrt {} --help lists the options)", error.what(),
-                        argc > 1 && argv[1][0] != '-' ? argv[1] : ""));
+        say(fmt::format("{} (evalrt {}--help lists the options)", error.what(),
+                        argv[1][0] != '-' ? argv[1] + std::string(" ") : ""));
         return exit_usage;
     }
     if (backends_command.parsed()) return list_backends();

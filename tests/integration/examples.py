@@ -57,7 +57,7 @@ class Examples(unittest.TestCase):
             option = word.strip(".,;:()")
             if option.startswith("--") and option.strip("-"):
                 self.assertTrue(f"{option} " in smoke or f"{option})" in smoke or
-                                f'{option}"' in main or option == "--install", option)
+                                f'{option}"' in main or option in ("--install", "--preset", "--build"), option)
 
 
 if __name__ == "__main__":

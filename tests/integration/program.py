@@ -199,6 +199,10 @@ class Program(unittest.TestCase):
         self.refused(2, "give --model", "run", self.suite(line("a", "x")), "-o", "out",
                      "--backend", "mlx-server")
 
+    def test_a_model_path_that_is_not_there_is_said_before_a_server_is_started(self):
+        self.refused(2, "there is no model at '/no/such'", "run", self.suite(line("a", "x")), "-o",
+                     "out", *self.own_server("/no/such"))
+
     def test_a_missing_url_says_how_to_give_one(self):
         self.refused(2, "--url", "run", self.suite(line("a", "x")), "-o", "out", "--backend",
                      "openai-url")
@@ -251,7 +255,8 @@ class Program(unittest.TestCase):
         self.refused(2, "--wrong", "run", path, "-o", "out", "--wrong")
         self.refused(2, "--max-in-flight", "run", path, "-o", "out", *self.own_server(),
                      "--max-in-flight", "many")
-        self.refused(2, "subcommand", "")
+        self.refused(2, "unknown command 'nonsense'", "nonsense")
+        self.refused(2, "give a command")
 
     def test_a_server_that_dies_while_loading_says_why(self):
         err = self.refused(3, "ValueError: no such model", "run", self.suite(line("a", "x")), "-o",

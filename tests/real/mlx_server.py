@@ -133,9 +133,10 @@ class RealServer(unittest.TestCase):
 
     def test_a_model_that_is_not_there_ends_the_start_with_the_servers_words(self):
         (self.dir / "suite").write_text(line("a", "x"))
-        code, out, err = self.finished("run", "suite", *SERVER, "--model", self.dir / "nothing",
-                                       "-o", "out")
+        code, out, err = self.finished("run", "suite", *SERVER, "--model",
+                                       self.dir.name + "/nothing", "-o", "out")
         self.assertEqual(code, 3, err)
+        self.assertIn("/nothing'", err)
         self.assertEqual(out, "")
         self.assertFalse(list(self.dir.glob("out*")))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 ASK = os.path.abspath(sys.argv.pop(1))
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
+CMAKE = ("--build", "--install", "--preset")
 
 
 class Examples(unittest.TestCase):
@@ -55,9 +56,9 @@ class Examples(unittest.TestCase):
         main = (ROOT / "examples" / "evalrt" / "main.cpp").read_text()
         for word in readme.replace("`", " ").split():
             option = word.strip(".,;:()")
-            if option.startswith("--") and option.strip("-"):
+            if option.startswith("--") and option.strip("-") and option not in CMAKE:
                 self.assertTrue(f"{option} " in smoke or f"{option})" in smoke or
-                                f'{option}"' in main or option in ("--install", "--preset", "--build"), option)
+                                f'{option}"' in main, option)
 
 
 if __name__ == "__main__":

@@ -246,4 +246,38 @@ std::string repaired_json(std::string_view text) {
     return out;
 }
 
+std::string closed_json(std::string_view text) {
+    std::string open, closers; // brackets to close: where we are, and at the end of what is whole
+    std::size_t whole = 0;
+    bool key = false; // a string here is the key of a member
+    const auto keep = [&](std::size_t at) { whole = at, closers = open; };
+    for (std::size_t i = 0; i < text.size();) {
+        const char c = text[i];
+        if (c == '{' || c == '[') {
+            key = c == '{';
+            open += key ? '}' : ']';
+            keep(++i);
+        } else if (c == '}' || c == ']') {
+            if (open.empty()) break;
+            open.pop_back();
+            keep(++i);
+        } else if (c == '"') {
+            ++i;
+            while (i < text.size() && text[i] != '"') i += text[i] == '\\' ? 2 : 1;
+            if (i >= text.size()) break;
+            ++i;
+            if (!key) keep(i);
+        } else if (of_number(c)) { // or true, false, null
+            while (i < text.size() && of_number(text[i])) ++i;
+            if (i < text.size()) keep(i); // else more of it may be missing
+        } else {
+            if (c == ':') key = false;
+            if (c == ',') key = open.ends_with('}');
+            ++i;
+        }
+    }
+    std::string out(text.substr(0, whole));
+    return out.append(closers.rbegin(), closers.rend());
+}
+
 } // namespace evalrt::detail

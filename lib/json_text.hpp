@@ -46,6 +46,9 @@ std::string repaired_utf8(std::string_view text);
 /// 64 bits, escapes for control characters in strings. All else stays as it is.
 std::string repaired_json(std::string_view text);
 
+/// Text that was cut short: what is whole of it, with its brackets closed. It may be anything.
+std::string closed_json(std::string_view text);
+
 } // namespace evalrt::detail
 
 #endif

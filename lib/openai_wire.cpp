@@ -1,33 +1,14 @@
 // The OpenAI wire: /v1/chat/completions and /v1/completions, streamed and not, as real servers
 // speak it.
-#include "json_text.hpp"
-#include "wire.hpp"
+#include "dom.hpp"
 
 #include <fmt/format.h>
-#include <simdjson.h>
 
 #include <algorithm>
-#include <array>
-#include <charconv>
-#include <cmath>
 #include <map>
 
 namespace evalrt::detail {
 namespace {
-
-namespace dom = simdjson::dom;
-
-std::string_view string_of(simdjson::simdjson_result<dom::element> value) {
-    std::string_view text;
-    return value.get(text) ? std::string_view() : text;
-}
-
-std::optional<std::int64_t> integer_of(simdjson::simdjson_result<dom::element> value) {
-    double number; // some servers write 12.0
-    if (value.get(number) || !(number >= 0 && number < 1e15) || number != std::floor(number))
-        return {};
-    return std::int64_t(number);
-}
 
 // The places where servers say how much of the prompt they had cached: OpenAI and most others;
 // the responses API; old oMLX; llama-server's timings and SGLang's meta_info, outside of usage.
@@ -48,99 +29,6 @@ void read_usage(dom::element answer, Usage& usage) {
     }
     for (const auto& value : {answer["timings"]["cache_n"], answer["meta_info"]["cached_tokens"]})
         if (!usage.cached_tokens) usage.cached_tokens = integer_of(value);
-}
-
-std::string text_or_json(simdjson::simdjson_result<dom::element> value) {
-    dom::element element;
-    if (value.get(element) || element.is_null()) return {};
-    std::string_view text;
-    return element.get(text) ? simdjson::minify(element) : std::string(text);
-}
-
-ServerError read_error(dom::element object) {
-    ServerError found;
-    found.message = text_or_json(object["message"]);
-    if (found.message.empty()) found.message = text_or_json(object["detail"]);
-    if (found.message.empty()) found.message = simdjson::minify(object);
-    const auto code = text_or_json(object["code"]);
-    found.type = text_or_json(object["type"]) + " " + code;
-    int status = 0;
-    std::from_chars(code.data(), code.data() + code.size(), status);
-    if (status >= 400 && status < 600) found.status = status;
-    return found;
-}
-
-// {"error": {"message", "type", "code"}}, {"error": "words"}, SGLang's {"object": "error",
-// "message"}, FastAPI's {"detail"}.
-std::optional<ServerError> error_of(dom::element answer) {
-    dom::element error;
-    if (!answer["error"].get(error) && !error.is_null()) {
-        if (error.is_object()) return read_error(error);
-        return ServerError{text_or_json(answer["error"]), {}};
-    }
-    if (string_of(answer["object"]) == "error") return read_error(answer);
-    if (!answer["detail"].get(error) && !error.is_null() && answer["choices"].error())
-        return read_error(answer);
-    return {};
-}
-
-bool contains_nocase(std::string_view text, std::string_view word) {
-    return std::search(text.begin(), text.end(), word.begin(), word.end(), [](char a, char b) {
-               return std::tolower(static_cast<unsigned char>(a)) == b;
-           }) != text.end();
-}
-
-std::string shortened(std::string_view text, std::size_t limit = 400) {
-    while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front())))
-        text.remove_prefix(1);
-    while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back())))
-        text.remove_suffix(1);
-    const bool whole = text.size() <= limit;
-    if (whole) limit = text.size();
-    while (!whole && limit > 0 && (text[limit] & 0xC0) == 0x80) --limit; // not through a character
-    std::string out = repaired_utf8(text.substr(0, limit));
-    for (char& c : out)
-        if (static_cast<unsigned char>(c) < ' ') c = ' ';
-    return whole ? out : out + "...";
-}
-
-std::string words_of(const ServerError& error) {
-    return error.message.empty() ? "(no words)" : shortened(error.message, 1000);
-}
-
-bool looks_like_html(std::string_view body) {
-    const auto begin = body.find_first_not_of(" \t\r\n");
-    return begin != body.npos && body[begin] == '<';
-}
-
-std::string_view trimmed_json(std::string_view body) {
-    if (body.starts_with("\xEF\xBB\xBF")) body.remove_prefix(3);
-    const auto begin = body.find_first_not_of(" \t\r\n"); // oMLX sends spaces to keep us waiting
-    return begin == body.npos ? std::string_view() : body.substr(begin);
-}
-
-// Parses an object. Text that does not parse is repaired first, if that helps: one character that
-// a model put out of place must not lose its answer. `text` is then what was parsed.
-class ObjectParser {
-public:
-    bool parse(std::string_view& text, dom::element& object) {
-        if (text.empty()) return false; // simdjson would hand its null pointer to memcpy
-        if (parser_.parse(text.data(), text.size()).get(object)) {
-            repaired_ = repaired_json(text);
-            text = repaired_;
-            if (parser_.parse(repaired_).get(object)) return false;
-        }
-        return object.is_object();
-    }
-
-private:
-    dom::parser parser_;
-    std::string repaired_;
-};
-
-void fail(Response& response, Errc errc, std::string detail) {
-    response.outcome = errc;
-    response.detail = std::move(detail);
 }
 
 // A finish reason that is none: tinygpt and SGLang report a failure in mid-stream so.
@@ -215,7 +103,7 @@ public:
     void finish(Response& response) override {
         response.usage = usage_;
         response.request_id = id_;
-        if (error_) return fail(response, classify(response.status, *error_), words_of(*error_));
+        if (error_) return fail(response, *error_);
         if (broken_)
             return fail(response, Errc::malformed,
                         fmt::format("the stream has an event that is not JSON: {}", *broken_));
@@ -242,16 +130,9 @@ public:
         auto json = trimmed_json(body);
         if (json.empty()) return fail(response, Errc::malformed, "the server sent an empty answer");
         dom::element answer;
-        if (!parser_.parse(json, answer))
-            return fail(response, Errc::malformed,
-                        looks_like_html(json)
-                            ? fmt::format("this is a web page, not an answer; does the URL point "
-                                          "at a model server? {}",
-                                          shortened(json, 120))
-                            : fmt::format("the answer is not JSON: {}", shortened(json)));
+        if (!parser_.parse(json, answer)) return fail(response, Errc::malformed, not_json(json));
         read_usage(answer, response.usage);
-        if (const auto error = error_of(answer))
-            return fail(response, classify(response.status, *error), words_of(*error));
+        if (const auto error = error_of(answer)) return fail(response, *error);
         response.request_id = string_of(answer["id"]);
         dom::array choices;
         if (answer["choices"].get(choices) || choices.size() == 0)
@@ -468,56 +349,6 @@ std::unique_ptr<AnswerReader> make_openai_reader(bool chat) {
     return std::make_unique<OpenAiReader>(chat);
 }
 
-Errc classify(int status, const ServerError& error) {
-    // llama-server, vLLM, OpenAI, oMLX, mlx_lm, LM Studio
-    static constexpr std::array too_long{
-        std::string_view("exceed_context_size"),    std::string_view("context_length_exceeded"),
-        std::string_view("maximum context length"), std::string_view("context size"),
-        std::string_view("prompt too long"),        std::string_view("max context window"),
-        std::string_view("context window"),         std::string_view("prompt is too long")};
-    for (const auto words : too_long)
-        if (contains_nocase(error.message, words) || contains_nocase(error.type, words))
-            return Errc::context_too_long;
-    const bool late = status < 300; // an error object after the status line had said 200
-    if (late && error.status) status = error.status;
-    for (const auto words : {"insufficient_quota", "spend_limit"}) // a 429 that no waiting ends
-        if (contains_nocase(error.type, words)) return Errc::rejected;
-    if (status == 401 || status == 403) return Errc::auth;
-    if (status == 429) return Errc::rate_limited;
-    if (status == 503 || status == 529) return Errc::overloaded;
-    if (late) {
-        if (contains_nocase(error.type, "rate_limit")) return Errc::rate_limited;
-        for (const auto word : {"overloaded", "unavailable", "queue is full", "server busy"})
-            if (contains_nocase(error.type, word) || contains_nocase(error.message, word))
-                return Errc::overloaded;
-    }
-    return Errc::rejected;
-}
-
-void read_rejection(int status, std::string body, Response& response) {
-    ObjectParser parser;
-    dom::element answer;
-    auto json = trimmed_json(body);
-    const bool object = parser.parse(json, answer);
-    ServerError error;
-    if (object)
-        error = error_of(answer).value_or(ServerError{shortened(json), {}});
-    else
-        error.message = looks_like_html(json) ? "a web page" : shortened(json);
-    fail(response, classify(status, error), fmt::format("HTTP {}: {}", status, words_of(error)));
-    if (object) response.body = std::string(json);
-}
-
-std::optional<std::string> check_object(std::string_view text) {
-    if (text.empty()) return "not JSON (it is empty)";
-    thread_local dom::parser parser;
-    dom::element element;
-    if (const auto error = parser.parse(text.data(), text.size()).get(element))
-        return fmt::format("not JSON ({})", simdjson::error_message(error));
-    if (!element.is_object()) return "not a JSON object";
-    return {};
-}
-
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model) {
     Prepared prepared;
@@ -574,40 +405,6 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
 
     prepared.body = changes.empty() ? request.body : Text(with_changes(request.body, changes));
     return prepared;
-}
-
-Prompt read_prompt(const Request& request, const BackendRow& row) {
-    Prompt parts;
-    parts.domain = request.endpoint;
-    if (check_object(request.body)) return parts;
-    const auto list = members(request.body);
-    if (const auto model = member(list, "model")) parts.domain.append(*model);
-    for (const auto key : {"max_tokens", "max_completion_tokens"})
-        if (const auto value = member(list, key); value && *value != "null")
-            parts.output_tokens = std::strtoll(std::string(*value).c_str(), nullptr, 10);
-    const auto tools = member(list, "tools");
-    const auto add = [&](std::optional<std::string_view> text) {
-        if (text && *text != "null") parts.segments.push_back(*text);
-    };
-    if (row.tools_before_system) add(tools);
-    add(member(list, "system")); // Anthropic
-    add(member(list, "prompt"));
-    bool before_tools = !row.tools_before_system;
-    for (const auto message : elements(member(list, "messages").value_or("[]"))) {
-        if (std::exchange(before_tools, false)) {
-            const auto role = from_json_string(member(members(message), "role").value_or("\"\""));
-            if (role != "system" && role != "developer") {
-                add(tools);
-                add(message);
-            } else {
-                add(message);
-                add(tools);
-            }
-        } else {
-            add(message);
-        }
-    }
-    return parts;
 }
 
 } // namespace evalrt::detail

@@ -38,6 +38,9 @@ public:
 /// For /v1/chat/completions and /v1/completions.
 std::unique_ptr<AnswerReader> make_openai_reader(bool chat);
 
+/// For /v1/messages. `input_is_total`: see BackendRow.
+std::unique_ptr<AnswerReader> make_anthropic_reader(bool input_is_total);
+
 /// A status that is not 2xx: the class and the server's words.
 void read_rejection(int status, std::string body, Response& response);
 

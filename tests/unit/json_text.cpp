@@ -275,3 +275,22 @@ TEST_CASE("a repair of random damage is valid UTF-8 and never longer than six ti
         REQUIRE(repaired_json(repaired) == repaired);
     }
 }
+
+TEST_CASE("text that was cut short is closed behind what is whole of it") {
+    for (const auto& [cut, closed] : std::initializer_list<std::pair<const char*, const char*>>{
+             {"", ""},
+             {"{", "{}"},
+             {"{\"a", "{}"},
+             {"{\"a\"", "{}"},
+             {"{\"a\":", "{}"},
+             {"{\"a\": {", "{\"a\": {}}"},
+             {"{\"a\": \"x\\\"", "{}"},
+             {"{\"a\": \"x\\", "{}"},
+             {"{\"a\": \"}\", \"b", "{\"a\": \"}\"}"},
+             {"{\"a\": 12", "{}"},
+             {"{\"a\": 12, \"b\": [true, 3", "{\"a\": 12, \"b\": [true]}"},
+             {"{\"a\": [1, {\"b\": \"c\"}, ", "{\"a\": [1, {\"b\": \"c\"}]}"},
+             {"{\"a\": [[]], \"b\": nul", "{\"a\": [[]]}"},
+             {"{\"a\": 1}", "{\"a\": 1}"}})
+        CHECK(closed_json(cut) == closed);
+}

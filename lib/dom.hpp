@@ -1,0 +1,56 @@
+// Reading servers' answers with simdjson: for the wires alone.
+#ifndef EVALRT_LIB_DOM_HPP
+#define EVALRT_LIB_DOM_HPP
+
+#include "json_text.hpp"
+#include "wire.hpp"
+
+#include <simdjson.h>
+
+namespace evalrt::detail {
+
+namespace dom = simdjson::dom;
+
+/// Empty where it is something else.
+std::string_view string_of(simdjson::simdjson_result<dom::element> value);
+/// A whole number from 0; some servers write 12.0.
+std::optional<std::int64_t> integer_of(simdjson::simdjson_result<dom::element> value);
+
+ServerError read_error(dom::element object);
+/// The error that an answer is, if it is one.
+std::optional<ServerError> error_of(dom::element answer);
+
+/// Fit to be shown on one line.
+std::string shortened(std::string_view text, std::size_t limit = 400);
+/// Behind what may stand before the JSON.
+std::string_view trimmed_json(std::string_view body);
+bool looks_like_html(std::string_view body);
+/// What to say of an answer that does not parse.
+std::string not_json(std::string_view body);
+
+void fail(Response& response, Errc errc, std::string detail);
+/// Of an answer with a 2xx status that is an error all the same.
+void fail(Response& response, const ServerError& error);
+
+/// Parses an object. Text that does not parse is repaired first, if that helps: one character that
+/// a model put out of place must not lose its answer. `text` is then what was parsed.
+class ObjectParser {
+public:
+    bool parse(std::string_view& text, dom::element& object) {
+        if (text.empty()) return false; // simdjson would hand its null pointer to memcpy
+        if (parser_.parse(text.data(), text.size()).get(object)) {
+            repaired_ = repaired_json(text);
+            text = repaired_;
+            if (parser_.parse(repaired_).get(object)) return false;
+        }
+        return object.is_object();
+    }
+
+private:
+    dom::parser parser_;
+    std::string repaired_;
+};
+
+} // namespace evalrt::detail
+
+#endif

@@ -2,6 +2,7 @@
 #include "evalrt/http_backend.hpp"
 
 #include "evalrt/detail/complete.hpp"
+#include "evalrt/detail/retry_after.hpp"
 #include "wire.hpp"
 
 #include <boost/asio/as_tuple.hpp>
@@ -73,18 +74,18 @@ bool visible(std::string_view text) {
     return std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < 0x7f; });
 }
 
-// Retry-After in seconds, as a decimal; retry-after-ms beats it.
-std::optional<std::chrono::milliseconds> retry_after(const http::fields& fields) {
-    const auto number = [&](std::string_view name,
-                            double unit) -> std::optional<std::chrono::milliseconds> {
-        const std::string field(fields[{name.data(), name.size()}]);
-        if (field.empty() || field.find_first_not_of("0123456789.") != field.npos) return {};
-        const double value = std::strtod(field.c_str(), nullptr);
-        if (value * unit > 1e9) return {};
-        return std::chrono::milliseconds(std::int64_t(value * unit));
-    };
-    if (const auto ms = number("retry-after-ms", 1)) return ms;
-    return number("retry-after", 1000);
+std::string_view field(const http::fields& fields, std::string_view name) {
+    const auto value = fields[{name.data(), name.size()}];
+    return {value.data(), value.size()};
+}
+
+std::optional<std::chrono::milliseconds> wait_asked_for(const http::fields& fields) {
+    const auto wait = field(fields, "retry-after"), ms = field(fields, "retry-after-ms");
+    if (wait.empty() && ms.empty()) return {};
+    // A date is meant by the server's own clock.
+    const auto here = std::chrono::floor<std::chrono::seconds>(std::chrono::system_clock::now());
+    return detail::retry_after(wait, ms,
+                               detail::http_date(field(fields, "date"), here).value_or(here));
 }
 
 // Empty: the host must be looked up. Not localhost: that is both loopbacks, whatever the system's
@@ -444,7 +445,8 @@ private:
         }
         const auto& head = parser->get();
         response_.status = int(head.result_int());
-        response_.retry_after = retry_after(head);
+        response_.retry_after = wait_asked_for(head);
+        response_.should_retry = detail::should_retry(field(head, "x-should-retry"));
         clock_.bytes(Clock::now());
         watch();
         // Beast takes any other coding for "until the end of the stream".

@@ -86,6 +86,7 @@ struct Response {
     Stage stage = Stage::none;
     unsigned attempts = 0;
     std::optional<std::chrono::milliseconds> retry_after; ///< as the server asked
+    std::optional<bool> should_retry; ///< x-should-retry, for or against another attempt
     error_code cause;   ///< of a broken connection: what the system said
     std::string detail; ///< failed: the server's own words, or what to do
 

@@ -604,6 +604,7 @@ TEST_CASE("a status that is no success is classed, with the server's own words")
         Errc errc;
         const char* words;
         int retry_ms = -1;
+        std::optional<bool> should_retry = {};
     };
     const char* const object =
         R"({"error": {"message": "bad thing", "type": "invalid_request_error", "code": null}})";
@@ -629,15 +630,15 @@ TEST_CASE("a status that is no success is classed, with the server's own words")
          2000},
         {"429 Too Many Requests", "Retry-After: 9\r\nretry-after-ms: 150.5\r\n", object,
          Errc::rate_limited, "bad thing", 150},
-        {"429 Too Many Requests", "retry-after:  1.5 \r\n", object, Errc::rate_limited, "", 1500},
-        {"429 Too Many Requests", "Retry-After: 0\r\n", object, Errc::rate_limited, "", 0},
-        {"429 Too Many Requests", "Retry-After: -5\r\n", object, Errc::rate_limited, ""},
-        {"429 Too Many Requests", "Retry-After: 1e999\r\n", object, Errc::rate_limited, ""},
-        {"429 Too Many Requests", "Retry-After: nan\r\n", object, Errc::rate_limited, ""},
-        {"429 Too Many Requests", "Retry-After: abc\r\n", object, Errc::rate_limited, ""},
-        {"429 Too Many Requests", "Retry-After:\r\n", object, Errc::rate_limited, ""},
+        // Two minutes by the server's clock, which is off.
+        {"429 Too Many Requests",
+         "Date: Fri, 31 Dec 1999 23:58:00 GMT\r\nRetry-After: Sat, 01 Jan 2000 00:00:00 GMT\r\n",
+         object, Errc::rate_limited, "", 120'000},
         {"429 Too Many Requests", "Retry-After: Fri, 31 Dec 1999 23:59:59 GMT\r\n", object,
-         Errc::rate_limited, ""},
+         Errc::rate_limited, "", 0},
+        {"429 Too Many Requests", "retry-after:  -5 \r\nX-Should-Retry: false\r\n", object,
+         Errc::rate_limited, "", -1, false},
+        {"409 Conflict", "x-should-retry: true\r\n", object, Errc::rejected, "bad thing", -1, true},
         {"500 Internal Server Error", "", "Traceback: boom\n", Errc::rejected,
          "HTTP 500: Traceback: boom"},
         {"503 Service Unavailable", "Retry-After: 1\r\n",
@@ -665,6 +666,7 @@ TEST_CASE("a status that is no success is classed, with the server's own words")
             CHECK(contains(result.response.detail, row.words));
             CHECK(result.response.retry_after ==
                   (row.retry_ms < 0 ? std::optional<Ms>() : Ms(row.retry_ms)));
+            CHECK(result.response.should_retry == row.should_retry);
             CHECK(result.response.stage == Stage::answered);
             CHECK(result.pieces.empty());
         }

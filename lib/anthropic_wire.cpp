@@ -212,7 +212,8 @@ private:
     }
 
     // The answer may have come to its limit within it; then what is whole counts.
-    std::string whole_input(const std::string& input) {
+    std::string whole_input(std::string input) {
+        if (check_object(input)) input = repaired_json(input);
         if (!check_object(input)) return input;
         const auto reason = set_.find("stop_reason");
         if (reason != set_.end() && reason->second != "\"tool_use\"")

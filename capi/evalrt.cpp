@@ -349,6 +349,7 @@ void evalrt_runtime::on_open() {
         const std::lock_guard lock(mutex_);
         report_.model = model;
         report_.max_in_flight = runtime_->row().in_flight;
+        report_.describe(runtime_->row());
     }
     if (starts_server_) watch();
 }

@@ -1,6 +1,7 @@
 // The only file that includes Beast.
 #include "evalrt/http_backend.hpp"
 
+#include "answer_watch.hpp"
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/detail/retry_after.hpp"
 #include "wire.hpp"
@@ -110,7 +111,8 @@ struct HttpBackend::Impl {
           log(std::move(log_)),
           url(parse_url(options.url)),
           known(known_endpoints(url)),
-          pacer(row.backlog, row.accept_interval) {
+          pacer(row.backlog, row.accept_interval),
+          watch(row, options.max_context) {
         while (!options.api_key.empty() &&
                std::isspace(static_cast<unsigned char>(options.api_key.back())))
             options.api_key.pop_back(); // the end of the line of a key file
@@ -170,6 +172,7 @@ struct HttpBackend::Impl {
     Url url;
     std::vector<Tcp::endpoint> known; // empty: look it up
     detail::ConnectPacer pacer;
+    detail::AnswerWatch watch;
     std::list<asio::steady_timer*> turns; // of those who wait for their time to connect
     std::optional<asio::ssl::context> tls;
     std::vector<std::unique_ptr<Connection>> idle;
@@ -259,6 +262,7 @@ private:
                  fmt::format("no {} within {} s", late_->what, double(late_->span.count()) / 1000));
         }
         if (response_.outcome) impl_->hide_key(response_.detail);
+        for (const auto& note : impl_->watch.answered(prepared_, response_)) impl_->say(note);
         response_.attempts = 1;
         response_.timing.total = now - started_;
         response_.timing.queued = sent_ - started_;
@@ -273,11 +277,13 @@ private:
 
     asio::awaitable<void> run() {
         if (stopped()) co_return;
-        detail::Prepared prepared;
+        auto& prepared = prepared_;
         if (!request_.body.empty())
             prepared = detail::prepare_openai(request_, impl_->row, impl_->options.model,
                                               impl_->options.override_model);
         for (const auto& note : prepared.notes) impl_->say(note);
+        if (!request_.body.empty())
+            for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
         if (!prepared.error.empty()) {
             fail(Errc::rejected, prepared.error);
             co_return;
@@ -447,6 +453,7 @@ private:
         response_.status = int(head.result_int());
         response_.retry_after = wait_asked_for(head);
         response_.should_retry = detail::should_retry(field(head, "x-should-retry"));
+        if (request_.body.empty()) response_.server = std::string(head[http::field::server]);
         clock_.bytes(Clock::now());
         watch();
         // Beast takes any other coding for "until the end of the stream".
@@ -638,6 +645,7 @@ private:
 
     std::shared_ptr<Impl> impl_;
     Request request_;
+    detail::Prepared prepared_;
     TextSink on_text_;
     Backend::Handler handler_;
     Response response_;

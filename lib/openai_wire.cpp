@@ -123,6 +123,8 @@ public:
         for (const auto& [name, value] : first.texts)
             if (name == (chat_ ? "content" : "text")) response.text = value;
         response.finish_reason = first.finish_reason;
+        for (const auto& [name, value] : head_)
+            if (name == "model") response.model = from_json_string(value);
         response.body = body();
     }
 
@@ -134,6 +136,7 @@ public:
         read_usage(answer, response.usage);
         if (const auto error = error_of(answer)) return fail(response, *error);
         response.request_id = string_of(answer["id"]);
+        response.model = string_of(answer["model"]);
         dom::array choices;
         if (answer["choices"].get(choices) || choices.size() == 0)
             return fail(response, Errc::malformed,
@@ -349,6 +352,122 @@ std::unique_ptr<AnswerReader> make_openai_reader(bool chat) {
     return std::make_unique<OpenAiReader>(chat);
 }
 
+namespace {
+
+// Whether a member says what the server does anyway.
+bool says_nothing(std::string_view key, std::string_view value) {
+    if (value == "null" || value == "false" || value == "[]" || value == "{}") return true;
+    if (key == "response_format") // {"type": "text"}
+        return value.starts_with('{') &&
+               from_json_string(member(members(value), "type").value_or("")) == "text";
+    if (key == "tool_choice") return value == "\"auto\"";
+    return (key == "n" || key == "top_p") && std::strtod(std::string(value).c_str(), nullptr) == 1;
+}
+
+// The messages with plain strings for contents. Nothing: they are so already.
+std::optional<std::string> flattened(std::string_view messages, const BackendRow& row,
+                                     std::string& error) {
+    std::string out;
+    bool changed = false;
+    for (const auto message : elements(messages)) {
+        std::optional<std::string_view> content;
+        if (message.starts_with('{')) content = member(members(message), "content");
+        out += out.empty() ? "[" : ", ";
+        if (!content || !content->starts_with('[')) {
+            out += message;
+            continue;
+        }
+        std::string text;
+        for (const auto part : elements(*content)) {
+            if (!part.starts_with('{')) {
+                text += from_json_string(part);
+                continue;
+            }
+            const auto list = members(part);
+            const auto kind = from_json_string(member(list, "type").value_or("\"text\""));
+            const auto value = member(list, "text");
+            if (!value) {
+                error = fmt::format("a message has a part of type \"{}\", and {} reads nothing but "
+                                    "text",
+                                    shortened(kind, 40), row.name);
+                return {};
+            }
+            text += from_json_string(*value);
+        }
+        const Change change{"content", json_string(text)};
+        out += with_changes(message, {&change, 1});
+        changed = true;
+    }
+    if (!changed) return {};
+    return out + "]";
+}
+
+// What the row's server would trip over, or would read otherwise than it is meant.
+void fix_for(const BackendRow& row, std::span<const Member> list, std::vector<Change>& changes,
+             Prepared& prepared) {
+    const auto given = [&](std::string_view key) {
+        const auto value = member(list, key);
+        return value && *value != "null" ? value : std::nullopt;
+    };
+    const auto note = [&]<class... Args>(fmt::format_string<Args...> format, Args&&... args) {
+        prepared.notes.push_back(fmt::format(format, std::forward<Args>(args)...));
+    };
+    for (const auto& key : row.ignored) {
+        const auto value = given(key);
+        if (!value || says_nothing(key, *value)) continue;
+        if (key == "n" && std::strtod(std::string(*value).c_str(), nullptr) > 1) {
+            prepared.error =
+                fmt::format("\"n\" is {}, but {} gives one choice whatever \"n\" says: "
+                            "ask {} times instead",
+                            *value, row.name, *value);
+            return;
+        }
+        note("requests have \"{}\": {} does not read it", key, row.name);
+    }
+    if (row.logprobs_bool)
+        if (const auto value = given("logprobs"); value && *value != "true" && *value != "false") {
+            prepared.error = fmt::format("\"logprobs\" is {}, but {} takes true or false, and the "
+                                         "number as \"top_logprobs\"",
+                                         shortened(*value, 40), row.name);
+            return;
+        }
+    if (row.text_only)
+        if (const auto messages = given("messages"); messages && messages->starts_with('[')) {
+            if (auto text = flattened(*messages, row, prepared.error)) {
+                changes.push_back({"messages", std::move(text)});
+                note("content that came in parts is sent as one string: {} reads no parts",
+                     row.name);
+            }
+            if (!prepared.error.empty()) return;
+        }
+    auto limit = given("max_completion_tokens");
+    if (row.max_tokens_only && limit) {
+        changes.push_back({"max_completion_tokens", {}});
+        changes.push_back({"max_tokens", std::string(*limit)});
+        note("\"max_completion_tokens\" is sent as \"max_tokens\": {} reads only that", row.name);
+    }
+    if (!limit) limit = given("max_tokens");
+    if (limit) {
+        prepared.max_tokens = std::strtoll(std::string(*limit).c_str(), nullptr, 10);
+    } else if (row.default_max_tokens > 0) {
+        prepared.max_tokens = row.default_max_tokens;
+        note("requests have no \"max_tokens\": {} ends answers after {} tokens if it was not told "
+             "otherwise",
+             row.name, row.default_max_tokens);
+    }
+    if (row.default_temperature && !given("temperature"))
+        note("requests have no \"temperature\": {} then takes {}; send one to choose", row.name,
+             *row.default_temperature);
+    // As mlx_lm makes its processors: none for what is empty or 0.
+    for (const auto key :
+         {"logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"})
+        if (const auto value = given(key); value && !says_nothing(key, *value))
+            prepared.processors |=
+                value->starts_with('{') || std::strtod(std::string(*value).c_str(), nullptr) != 0;
+}
+
+} // namespace
+
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model) {
     Prepared prepared;
@@ -393,6 +512,9 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
         }
     }
 
+    fix_for(row, list, changes, prepared);
+    if (!prepared.error.empty()) return prepared;
+
     // Streaming shows when the first token comes, that the server still works, and lets a
     // cancelled request go. But the caller's own choice stands, and some servers leave log
     // probabilities out of a stream.
@@ -403,6 +525,12 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
     if (prepared.stream && row.stream_usage && !has("stream_options"))
         changes.push_back({"stream_options", R"({"include_usage": true})"});
 
+    const auto change = std::find_if(changes.begin(), changes.end(),
+                                     [](const Change& it) { return it.key == "model"; });
+    if (change != changes.end())
+        prepared.model = model;
+    else if (has("model"))
+        prepared.model = from_json_string(*member(list, "model"));
     prepared.body = changes.empty() ? request.body : Text(with_changes(request.body, changes));
     return prepared;
 }

@@ -51,6 +51,12 @@ json::object percentiles(const detail::Quantiles& values) {
 
 } // namespace
 
+void Report::describe(const BackendRow& row) {
+    token_chunks_ = row.token_chunks;
+    absent_cached_zero_ = row.absent_cached_zero;
+    if (!row.cached_hint.empty()) cached_hint_ = row.cached_hint;
+}
+
 void Report::add(const Response& response) {
     attempts_ += response.attempts;
     if (response.outcome) {
@@ -67,6 +73,7 @@ void Report::add(const Response& response) {
     const auto& timing = response.timing;
     if (!timing.first_text) return;
     ttft_.add(timing.first_text->count());
+    if (!token_chunks_) return; // how many were in the first is not known
     // By the server's count: it may send several tokens at once. But all at once show no time.
     const auto tokens = response.usage.completion_tokens.value_or(0);
     if (tokens > 1 && timing.last_text > timing.first_text)
@@ -81,7 +88,7 @@ void Report::note(std::string_view text) {
 
 std::string Report::prefix_cached() const {
     if (answered_ == 0) return "prefix cached: n/a (nothing was answered)";
-    if (!cached_.all) return "prefix cached: n/a (the server does not report cached tokens)";
+    if (!cached_known()) return fmt::format("prefix cached: n/a ({})", cached_hint_);
     std::string line = fmt::format("prefix cached: {} tokens", cached_.value);
     if (prompt_.all && prompt_.value > 0) {
         line += fmt::format(" ({:.1f} % of {} prompt tokens",
@@ -123,9 +130,11 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
                                ? rounded(stats.in_flight_seconds / stats.busy_seconds)
                                : json::value(nullptr)},
         {"prompt_tokens", sum(prompt_)},
-        {"cached_tokens", json::object{{"actual", sum(cached_)},
-                                       {"expected", sum(expected_)},
-                                       {"maximum", sum(maximum_)}}},
+        {"cached_tokens",
+         json::object{{"actual", answered_ > 0 && cached_known() ? json::value(cached_.value)
+                                                                 : json::value(nullptr)},
+                      {"expected", sum(expected_)},
+                      {"maximum", sum(maximum_)}}},
         {"completion_tokens", sum(completion_)},
         {"ttft_ms", percentiles(ttft_)},
         {"inter_token_ms", percentiles(inter_token_)},

@@ -2,6 +2,7 @@
 
 #include "evalrt/detail/complete.hpp"
 #include "json_text.hpp"
+#include "recognise.hpp"
 
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
@@ -12,6 +13,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <stdexcept>
 
@@ -33,6 +36,41 @@ std::string last_lines(std::string_view output, std::size_t limit = 600) {
             output.remove_prefix(line + 1);
     }
     return std::string(output);
+}
+
+// A folder that only we can read; gone with this object.
+class PrivateFolder {
+public:
+    PrivateFolder() = default;
+    PrivateFolder(const PrivateFolder&) = delete;
+    PrivateFolder& operator=(const PrivateFolder&) = delete;
+    ~PrivateFolder() {
+        std::error_code ignored;
+        if (!path_.empty()) std::filesystem::remove_all(path_, ignored);
+    }
+
+    Failure make() {
+        std::error_code ec;
+        auto name = (std::filesystem::temp_directory_path(ec) / "evalrt-XXXXXX").string();
+        if (ec || !::mkdtemp(name.data()))
+            return {ec ? error_code(ec) : error_code(errno, boost::system::system_category()),
+                    "cannot make a folder for the server in the folder for temporary files: set "
+                    "TMPDIR to one that can be written"};
+        path_ = name;
+        return {};
+    }
+
+    const std::string& path() const { return path_; }
+
+private:
+    std::string path_;
+};
+
+bool names(const BackendRow& row, std::string_view word) {
+    const auto has = [&](const std::string& text) { return text.find(word) != text.npos; };
+    return std::any_of(row.command.begin(), row.command.end(), has) ||
+           std::any_of(row.env.begin(), row.env.end(),
+                       [&](const auto& entry) { return has(entry.second); });
 }
 
 // What a constructor on the way has thrown.
@@ -78,22 +116,45 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 fmt::format("there is no model at '{}': give --model with a path or name that {} "
                             "can load",
                             options.model, row.name));
+        if (starts && names(row, "{model_dir}") &&
+            !std::filesystem::is_directory(options.model, ignored))
+            throw std::invalid_argument(
+                fmt::format("'{}' is no folder: {} serves folders, give --model with the path of "
+                            "the model's",
+                            options.model, row.name));
         if (!starts) parse_url(options.url);
+        own_in_flight = row.in_flight;
         if (options.max_in_flight > 0) row.in_flight = options.max_in_flight;
-        model = row.served_model.empty() ? options.model : row.served_model;
-        if (options.order == Order::planned)
-            planner = std::make_unique<RadixPlanner>(planner_options(row));
-        else
-            planner = std::make_unique<FifoPlanner>();
+        // The name of a folder that we have not chosen is not known.
+        if (!starts && row.served_model.find('{') != std::string::npos) row.served_model.clear();
+        model = row.served_model.empty() ? options.model : filled_in(row.served_model);
+    }
+
+    // The words of a row's command.
+    std::string filled_in(std::string text) const {
+        const auto model_path = std::filesystem::path(options.model);
+        const auto name = model_path.has_filename() ? model_path : model_path.parent_path();
+        std::error_code ignored;
+        for (const auto& [word, value] :
+             {std::pair<std::string_view, std::string>{"{model}", options.model},
+              {"{model_id}", name.filename().string()},
+              {"{model_dir}", std::filesystem::absolute(name, ignored).parent_path().string()},
+              {"{context}", std::to_string(options.max_context)},
+              {"{folder}", folder.path()}})
+            text = replaced(std::move(text), word, value);
+        return text;
     }
 
     ServerCommand command() const {
         ServerCommand it;
         it.port = options.port;
         it.startup_timeout = options.startup_timeout;
-        for (const auto& part : row.command)
-            it.argv.push_back(replaced(replaced(part, "{model}", options.model), "{context}",
-                                       std::to_string(options.max_context)));
+        for (const auto& part : row.command) it.argv.push_back(filled_in(part));
+        for (const auto& [key, value] : row.env) it.env.emplace_back(key, filled_in(value));
+        if (!row.in_flight_flag.empty() && row.in_flight > own_in_flight) {
+            it.argv.push_back(row.in_flight_flag);
+            it.argv.push_back(std::to_string(row.in_flight));
+        }
         if (!options.executable.empty()) it.argv.front() = options.executable;
         it.argv.insert(it.argv.end(), options.server_args.begin(), options.server_args.end());
         return it;
@@ -107,6 +168,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         it.model = model;
         // A server that knows its model by one name only cannot do with another.
         it.override_model = options.override_model || !row.served_model.empty();
+        if (starts) it.max_context = options.max_context;
         it.limits = options.limits;
         return it;
     }
@@ -124,6 +186,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
 
     asio::awaitable<Failure> open() {
         if (starts) {
+            if (names(row, "{folder}"))
+                if (auto failure = folder.make()) co_return failure;
             process = std::make_unique<ServerProcess>(executor, command(), options.server_log);
             auto [ec, detail] = co_await process->async_start(token());
             if (ec) co_return Failure{ec, detail};
@@ -142,21 +206,53 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             watch();
         } else {
             url = options.url;
+            if (options.probe && !options.row && row.command.empty())
+                if (auto failure = co_await recognise()) co_return failure;
             if (model.empty()) co_await find_model();
             http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
             Request probe = one_token();
             auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
             if (ec) co_return Failure{ec, response.detail};
         }
+        if (options.order == Order::planned)
+            planner = std::make_unique<RadixPlanner>(planner_options(row));
+        else
+            planner = std::make_unique<FifoPlanner>();
         auto scheduling = scheduler_options(row);
         scheduling.retry = options.retry;
         scheduler = std::make_unique<RequestScheduler>(*http, *planner, row, scheduling);
         co_return Failure{};
     }
 
+    asio::awaitable<Failure> recognise() {
+        Failure failed;
+        const auto found = co_await detail::recognise(executor, http_options(), cancel, failed);
+        if (failed) co_return failed;
+        row = detail::with_profile(row, found);
+        version = found.version;
+        if (options.max_in_flight > 0) row.in_flight = options.max_in_flight;
+        // Of the rows that name their model only mlx_lm.server's lists others, too.
+        const auto* known = find_profile_row(found.profile);
+        if (model.empty() && known && known->served_model.find('{') == std::string::npos)
+            model = known->served_model;
+        if (!options.log) co_return Failure{};
+        options.log(fmt::format("the server is {}{}{} ({}); {} requests at once{}",
+                                known ? known->name : "unknown", version.empty() ? "" : " ",
+                                version, found.reason, row.in_flight,
+                                options.max_in_flight > 0      ? ""
+                                : found.in_flight_reason != "" ? ", " + found.in_flight_reason
+                                                               : ""));
+        if (known && known->in_flight == 1 && options.max_in_flight == 0 && !row.remark.empty())
+            options.log(fmt::format("{}: {}; --max-in-flight sets another number", known->name,
+                                    row.remark));
+        co_return Failure{};
+    }
+
     // The server's own list; a server that has none gets bodies as they are.
     asio::awaitable<void> find_model() {
-        HttpBackend asker(executor, row, http_options());
+        auto asking = http_options();
+        asking.limits.whole = std::chrono::seconds(10);
+        HttpBackend asker(executor, row, asking);
         Request request;
         request.endpoint = "/v1/models";
         auto [ec, response] = co_await asker.async_complete(std::move(request), {}, token());
@@ -187,7 +283,9 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     BackendRow row;
     bool starts = false;
     bool closing = false;
-    std::string url, model;
+    unsigned own_in_flight = 0; // the row's
+    std::string url, model, version;
+    PrivateFolder folder;             // outlives the server
     asio::cancellation_signal cancel; // of the step of open() that runs
     std::unique_ptr<PrefixPlanner> planner;
     std::unique_ptr<ServerProcess> process;
@@ -226,6 +324,7 @@ void Runtime::close(asio::any_completion_handler<void(error_code)> handler) {
 RequestScheduler& Runtime::backend() { return *impl_->scheduler; }
 const BackendRow& Runtime::row() const { return impl_->row; }
 const std::string& Runtime::url() const { return impl_->url; }
+const std::string& Runtime::server_version() const { return impl_->version; }
 const std::string& Runtime::model() const { return impl_->model; }
 bool Runtime::running() const { return !impl_->process || impl_->process->running(); }
 

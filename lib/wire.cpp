@@ -131,12 +131,16 @@ void fail(Response& response, const ServerError& error) {
 }
 
 Errc classify(int status, const ServerError& error) {
-    // llama-server, vLLM, OpenAI, oMLX, mlx_lm, LM Studio
-    static constexpr std::array too_long{
-        std::string_view("exceed_context_size"),    std::string_view("context_length_exceeded"),
-        std::string_view("maximum context length"), std::string_view("context size"),
-        std::string_view("prompt too long"),        std::string_view("max context window"),
-        std::string_view("context window"),         std::string_view("prompt is too long")};
+    // llama-server, OpenAI and vLLM, SGLang and LM Studio, oMLX, Anthropic; Gemini and Together
+    static constexpr std::array too_long{std::string_view("exceed_context_size"),
+                                         std::string_view("context_length_exceeded"),
+                                         std::string_view("context length"),
+                                         std::string_view("context size"),
+                                         std::string_view("prompt too long"),
+                                         std::string_view("prompt is too long"),
+                                         std::string_view("context window"),
+                                         std::string_view("maximum allowed length"),
+                                         std::string_view("maximum number of tokens allowed")};
     for (const auto words : too_long)
         if (contains_nocase(error.message, words) || contains_nocase(error.type, words))
             return Errc::context_too_long;

@@ -58,6 +58,11 @@ struct Prepared {
     bool stream = false;            ///< it asks for a stream
     std::vector<std::string> notes; ///< what was changed and why, to be said once
     std::string error;              ///< not empty: the body cannot be sent, and why
+
+    // What the answer is held against.
+    std::string model;                      ///< asked for; may be empty
+    std::optional<std::int64_t> max_tokens; ///< of the body, or the server's default
+    bool processors = false;                ///< it has penalties or a logit_bias
 };
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model);

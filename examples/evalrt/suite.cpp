@@ -78,6 +78,9 @@ public:
         report_.model = runtime_->model();
         report_.order = options.order == Order::fifo ? "fifo" : "planned";
         report_.max_in_flight = runtime_->row().in_flight;
+        report_.describe(runtime_->row());
+        if (!runtime_->server_version().empty())
+            report_.server_version = runtime_->server_version();
 
         const int code = co_await run_jobs();
         if (interrupted_) co_return code; // the server is killed, not waited for

@@ -4,8 +4,10 @@
 
 #include "evalrt/request.hpp"
 
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace evalrt {
@@ -20,18 +22,39 @@ enum class Release {
 };
 
 struct BackendRow {
-    std::string name; ///< as in --backend
+    std::string name; ///< as in --backend, or what a URL is recognised as
     Wire wire = Wire::openai;
 
-    /// Starts it: argv in which {model}, {port} and {context} are replaced. Empty: it runs already.
+    /// Starts it: argv in which {model}, {port}, {context}, {model_dir} and {model_id} (the folder
+    /// that the model's folder is in, and its name) and {folder} (a private one, made for the
+    /// server and removed with it) are replaced. Empty: it runs already.
     std::vector<std::string> command;
-    /// What "model" must say in a body; empty: the configured name, or the first that it serves.
+    /// More of its environment; the same words are replaced.
+    std::vector<std::pair<std::string, std::string>> env;
+    std::string in_flight_flag; ///< its option for more requests at once than it takes by itself
+    /// What "model" must say in a body ({model_id} is replaced); empty: the configured name, or the
+    /// first that it serves.
     std::string served_model;
 
+    // What its request parser trips over.
     bool streams = true;            ///< false: its stream lacks what we need; ask for one body
     bool stream_usage = true;       ///< understands stream_options.include_usage
     bool drop_seed_at_zero = false; ///< a seed makes it serve the request alone; at T=0 it is void
     bool drop_nulls = false;        ///< a null member breaks it; it means the same as none
+    bool max_tokens_only = false;   ///< does not read max_completion_tokens
+    bool text_only = false;         ///< content must be a string: arrays of parts become nothing
+    bool logprobs_bool = false;     ///< "logprobs": 5 breaks it
+    bool processors_mix = true;     ///< penalties or logit_bias in some requests only: no harm
+    std::vector<std::string> ignored;          ///< members that it does not read; n: one choice
+    unsigned default_max_tokens = 0;           ///< where a body has none; 0: no fixed limit
+    std::optional<double> default_temperature; ///< where a body has none, if that is not 0
+
+    // What its answers leave out.
+    bool always_stop = false;        ///< finish_reason "stop" also where max_tokens has ended it
+    bool cuts_prompt = false;        ///< cuts a prompt that is too long, and does not say so
+    bool token_chunks = true;        ///< false: a chunk of its stream may hold several tokens
+    bool absent_cached_zero = false; ///< leaves the number of cached tokens out where it is 0
+    std::string cached_hint;         ///< where it reports no cached tokens: why, or how it would
 
     bool keep_alive = true;                      ///< false: a connection per request
     unsigned backlog = 128;                      ///< of its listening socket
@@ -46,6 +69,8 @@ struct BackendRow {
     unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
     unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
     bool tools_before_system = true; ///< where the model's template puts the tools
+
+    std::string remark; ///< for whoever reads the table
 };
 
 /// The servers evalrt knows by name.
@@ -54,7 +79,11 @@ std::span<const BackendRow> backend_rows();
 /// Null: unknown.
 const BackendRow* find_backend_row(std::string_view name);
 
-/// "tinygpt, mlx-server, openai-url", for messages.
+/// What a server behind a URL may be recognised as, beside the rows above: never started by us.
+std::span<const BackendRow> profile_rows();
+const BackendRow* find_profile_row(std::string_view name); ///< a row above, too
+
+/// "tinygpt, omlx, mlx-server, openai-url", for messages.
 std::string backend_names();
 
 } // namespace evalrt

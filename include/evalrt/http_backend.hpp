@@ -19,6 +19,7 @@ struct HttpOptions {
     std::string ca_file;         ///< PEM; empty: the system's certificates
     std::string model;           ///< for a body's "model"
     bool override_model = false; ///< also where the body has one
+    unsigned max_context = 0;    ///< tokens that the server was told to take; 0: not known
     TimeLimits limits;
     std::size_t header_limit = 64 << 10;       ///< bytes, all headers of an answer
     std::size_t event_limit = 8 << 20;         ///< bytes, one event of a stream

@@ -2,6 +2,7 @@
 #ifndef EVALRT_REPORT_HPP
 #define EVALRT_REPORT_HPP
 
+#include "evalrt/backend_row.hpp"
 #include "evalrt/detail/scheduler_core.hpp"
 #include "evalrt/request.hpp"
 
@@ -45,6 +46,9 @@ public:
     std::uint64_t server_restarts = 0;
     std::optional<Parity> parity;
 
+    /// What the server's answers leave out, and so cannot be reported.
+    void describe(const BackendRow& row);
+
     void add(const Response& response);
     void note(std::string_view text); ///< the same text twice is one note
 
@@ -73,6 +77,11 @@ private:
     std::uint64_t answered_ = 0, failed_ = 0, attempts_ = 0;
     std::map<Errc, std::uint64_t> failures_;
     Sum prompt_, cached_, completion_, expected_, maximum_;
+    bool token_chunks_ = true, absent_cached_zero_ = false;
+    std::string cached_hint_ = "the server does not report cached tokens";
+
+    // Once there was a number, its absence is one too.
+    bool cached_known() const { return cached_.all || (absent_cached_zero_ && cached_.value > 0); }
     detail::Quantiles ttft_, inter_token_;
     std::vector<std::string> notes_;
 };

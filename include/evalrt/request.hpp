@@ -81,14 +81,16 @@ struct Response {
     std::string text;            ///< the first choice's text
     std::string finish_reason;   ///< the first choice's
     std::string request_id;      ///< the server's
+    std::string model;           ///< that answered, by the server's word
+    std::string server;          ///< of a GET: the name in the answer's Server header
     Usage usage;
     Timing timing;
     Stage stage = Stage::none;
     unsigned attempts = 0;
     std::optional<std::chrono::milliseconds> retry_after; ///< as the server asked
     std::optional<bool> should_retry; ///< x-should-retry, for or against another attempt
-    error_code cause;   ///< of a broken connection: what the system said
-    std::string detail; ///< failed: the server's own words, or what to do
+    error_code cause;                 ///< of a broken connection: what the system said
+    std::string detail;               ///< failed: the server's own words, or what to do
 
     /// Cached tokens the plan expected, and the most that any cache could have held.
     std::optional<std::int64_t> expected_cached, maximum_cached;

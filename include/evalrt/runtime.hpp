@@ -20,7 +20,8 @@ struct RuntimeOptions {
     std::vector<std::string> server_args; ///< more arguments for it
     std::uint16_t port = 0;               ///< 0: any free one
     unsigned max_context = 4096;          ///< tokens; only where the server can be told
-    unsigned max_in_flight = 0;           ///< 0: the row's
+    unsigned max_in_flight = 0;           ///< 0: the row's, or what the server at url tells
+    bool probe = true;                    ///< ask a server at url who it is: a few GETs
     Order order = Order::planned;
     std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)};
     TimeLimits limits;
@@ -43,7 +44,8 @@ public:
     Runtime(asio::any_io_executor executor, RuntimeOptions options);
     ~Runtime(); ///< kills the server if it still runs
 
-    /// Starts the server or finds the running one, and has it answer one token.
+    /// Starts the server or finds the running one, and has it answer one token. A row that takes
+    /// any server (no command, as openai-url) is completed by what is recognised behind the URL.
     ///
     /// Completes  when it has answered.
     /// Errors     exited, unreachable, timed_out, rejected, auth, and invalid_argument for a key
@@ -67,9 +69,10 @@ public:
             token);
     }
 
-    RequestScheduler& backend(); ///< once open
-    const BackendRow& row() const;
-    const std::string& url() const;   ///< for any OpenAI client
+    RequestScheduler& backend();               ///< once open
+    const BackendRow& row() const;             ///< once open: completed
+    const std::string& url() const;            ///< for any OpenAI client
+    const std::string& server_version() const; ///< as it tells when it is recognised; or empty
     const std::string& model() const; ///< for a request's "model"; may be empty: the body's own
     bool running() const;             ///< false once a server of ours has ended
 
@@ -79,6 +82,39 @@ private:
     void close(asio::any_completion_handler<void(error_code)> handler);
     std::shared_ptr<Impl> impl_;
 };
+
+/// What answers at a URL.
+struct ServerKind {
+    BackendRow row;               ///< completed by what was recognised
+    std::string profile;          ///< the row or profile that it is; empty: not recognised
+    std::string reason;           ///< in words; after an error what is wrong
+    std::string version;          ///< empty: it does not tell
+    std::string in_flight_reason; ///< what told the row's in_flight; empty: the profile
+};
+
+namespace detail {
+void start_recognising(asio::any_io_executor executor, BackendRow row, HttpOptions options,
+                       asio::any_completion_handler<void(error_code, ServerKind)> handler);
+}
+
+/// Asks the server at options.url who it is: some GETs one after the other, three seconds at most
+/// for one, and no further one when one of them took that long. Hosted services, known by their
+/// host names, are not asked.
+///
+/// Completes  when it is recognised, or all has been asked in vain (which is no error).
+/// Errors     unreachable; invalid_argument for a URL, key or file that cannot be used.
+/// Cancel     any type.
+template <asio::completion_token_for<void(error_code, ServerKind)> Token = asio::deferred_t>
+auto async_recognise(asio::any_io_executor executor, BackendRow row, HttpOptions options,
+                     Token&& token = Token()) {
+    return asio::async_initiate<Token, void(error_code, ServerKind)>(
+        [](asio::any_completion_handler<void(error_code, ServerKind)> handler,
+           asio::any_io_executor on, BackendRow of, HttpOptions with) {
+            detail::start_recognising(std::move(on), std::move(of), std::move(with),
+                                      std::move(handler));
+        },
+        token, std::move(executor), std::move(row), std::move(options));
+}
 
 } // namespace evalrt
 

@@ -96,6 +96,7 @@ Answer read_stream(std::string_view stream, bool chat = true) {
     CHECK(whole.text == answer.response.text);
     CHECK(whole.finish_reason == answer.response.finish_reason);
     CHECK(whole.request_id == answer.response.request_id);
+    CHECK(whole.model == answer.response.model);
     CHECK(counts(whole.usage) == counts(answer.response.usage));
     return answer;
 }
@@ -191,6 +192,7 @@ TEST_CASE("a stream is put together to the answer that comes in one piece") {
     CHECK(answer.response.text == "Hello \"\\\n\xC3\xA9");
     CHECK(answer.response.finish_reason == "stop");
     CHECK(answer.response.request_id == "c-1");
+    CHECK(answer.response.model == "m");
     CHECK(counts(answer.response.usage) == "5/4/3");
     CHECK(answer.last);
     CHECK(answer.pieces == 3);
@@ -1009,6 +1011,29 @@ TEST_CASE("a status and the server's words make the class") {
             Row{400,
                 R"({"error":{"message":"too many","type":"invalid_request_error","code":"context_length_exceeded"}})",
                 "context_too_long", "HTTP 400: too many"},
+            // SGLang, LM Studio, Gemini, Anthropic
+            Row{400,
+                R"({"object":"error","message":"The input (9 tokens) is longer than the model's context length (8 tokens)."})",
+                "context_too_long",
+                "HTTP 400: The input (9 tokens) is longer than the model's context length (8 "
+                "tokens)."},
+            Row{400,
+                R"({"error":{"message":"Input length (9 tokens) exceeds the maximum allowed length (8 tokens)."}})",
+                "context_too_long",
+                "HTTP 400: Input length (9 tokens) exceeds the maximum allowed length (8 tokens)."},
+            Row{400,
+                R"({"error":"Trying to keep the first 9 tokens when context the overflows. Context length is 8"})",
+                "context_too_long",
+                "HTTP 400: Trying to keep the first 9 tokens when context the overflows. Context "
+                "length is 8"},
+            Row{400,
+                R"({"error":{"message":"The input token count exceeds the maximum number of tokens allowed (8)."}})",
+                "context_too_long",
+                "HTTP 400: The input token count exceeds the maximum number of tokens allowed "
+                "(8)."},
+            Row{400,
+                R"({"type":"error","error":{"type":"invalid_request_error","message":"prompt is too long: 9 tokens > 8 maximum"}})",
+                "context_too_long", "HTTP 400: prompt is too long: 9 tokens > 8 maximum"},
             Row{401, R"({"error":{"message":"Incorrect API key","code":"invalid_api_key"}})",
                 "auth", "HTTP 401: Incorrect API key"},
             Row{403, "", "auth", "HTTP 403: (no words)"},
@@ -1100,11 +1125,11 @@ const std::string options = R"("stream": true, "stream_options": {"include_usage
 } // namespace
 
 TEST_CASE("a body that needs no fixing goes out as the same bytes") {
-    for (const auto* name : {"tinygpt", "mlx-server", "openai-url"})
+    for (const auto* name : {"tinygpt", "omlx", "mlx-server", "openai-url"})
         for (
             const std::string body :
-            {R"(  {"model" : "m", "stream":false,"x":{"y":[1.50, "\u00e9"]} }  )",
-             R"({"model":"m","stream":true,"stream_options":{"include_usage":true},"temperature":0})"}) {
+            {R"(  {"model" : "m", "stream":false,"x":{"y":[1.50, "\u00e9"]},"max_tokens":9,"temperature":1 }  )",
+             R"({"model":"m","stream":true,"stream_options":{"include_usage":true},"temperature":0,"max_tokens":9})"}) {
             const auto request = request_of(body);
             const auto it = prepare_openai(request, row_of(name), "other", false);
             CHECK(it.body.view().data() == request.body.view().data());
@@ -1159,7 +1184,7 @@ TEST_CASE("a seed is dropped where it has no effect but to cost time, and that i
     CHECK(prepared(row, R"({"temperature":1e-3,"seed":1,"stream":false})").body ==
           R"({"temperature":1e-3,"seed":1,"stream":false})");
 
-    const std::string cold = R"({"temperature":0,"seed":1,"stream":false})";
+    const std::string cold = R"({"temperature":0,"seed":1,"stream":false,"max_tokens":1})";
     for (const auto* other : {"tinygpt", "openai-url"}) {
         CHECK(prepared(row_of(other), cold).body == cold);
         CHECK(prepared(row_of(other), cold).notes.empty());
@@ -1239,6 +1264,142 @@ TEST_CASE("random bodies keep every member that the row does not fix") {
             REQUIRE(sent.stream == (member(list, "stream") == "true"));
             if (row.drop_nulls) REQUIRE(sent.body.find("null") == std::string::npos);
         }
+}
+
+TEST_CASE("what the present harness sends to tinygpt goes out as the same bytes") {
+    const std::string body =
+        R"({"max_tokens":128,"model":"tinygpt","prompt":"Once","temperature":0})";
+    const auto sent = prepared(row_of("tinygpt"), body, "tinygpt", true);
+    CHECK(sent.body == body);
+    CHECK_FALSE(sent.stream);
+    CHECK(sent.notes.empty());
+}
+
+TEST_CASE("max_completion_tokens is renamed for a server that does not read it") {
+    const auto sent = prepared(row_of("tinygpt"), R"({"max_completion_tokens": 7,"a":1})");
+    CHECK(sent.body == R"({"a":1, "max_tokens": 7})");
+    CHECK(sent.notes.find("is sent as \"max_tokens\"") != std::string::npos);
+    CHECK(prepared(row_of("omlx"),
+                   R"({"max_tokens":9,"max_completion_tokens":7,"stream":false,"temperature":0})")
+              .body == R"({"max_tokens":7,"stream":false,"temperature":0})");
+    for (const std::string body : {R"({"max_completion_tokens":7,"stream":false})",
+                                   R"({"max_completion_tokens":null,"stream":false})"})
+        CHECK(prepared(row_of("openai-url"), body).body == body);
+    const std::string null = R"({"max_completion_tokens":null,"max_tokens":3})";
+    CHECK(prepared(row_of("tinygpt"), null).body == null);
+}
+
+TEST_CASE("a limit or temperature that a server puts in by itself is said, not changed") {
+    auto sent = prepared(row_of("tinygpt"), R"({"a":1})");
+    CHECK(sent.body == R"({"a":1})");
+    CHECK(sent.notes.find("tinygpt ends answers after 128 tokens") != std::string::npos);
+    CHECK(prepared(row_of("tinygpt"), R"({"max_tokens":1})").notes.empty());
+    sent = prepared(row_of("mlx-server"), R"({"stream":false})");
+    CHECK(sent.body == R"({"stream":false})");
+    CHECK(sent.notes.find("after 512 tokens") != std::string::npos);
+    sent = prepared(row_of("omlx"), R"({"stream":false})");
+    CHECK(sent.body == R"({"stream":false})");
+    CHECK(sent.notes ==
+          "requests have no \"temperature\": omlx then takes 1; send one to choose\n");
+    CHECK(prepared(row_of("omlx"), R"({"stream":false,"temperature":0})").notes.empty());
+    CHECK(prepared(row_of("omlx"), R"({"stream":false,"temperature":null})").notes.size() > 0);
+    CHECK(prepared(row_of("openai-url"), R"({"stream":false})").notes.empty());
+}
+
+TEST_CASE("content in parts becomes one string for a server that reads strings only") {
+    const auto& row = row_of("tinygpt");
+    const auto sent = prepared(
+        row,
+        R"({"max_tokens":1,"messages":[{"role":"system","content":"s"}, {"role":"user",)"
+        R"("content":[{"type":"text","text":"a\n\u00e9"},{"type":"text","text":" b"}],"name":"x"}]})");
+    CHECK(sent.body == R"({"max_tokens":1,"messages":[{"role":"system","content":"s"}, )"
+                       R"({"role":"user","content":"a\n)"
+                       "\xC3\xA9"
+                       R"( b","name":"x"}]})");
+    CHECK(sent.notes.find("as one string") != std::string::npos);
+    for (const std::string body :
+         {R"({"max_tokens":1,"messages":[{"role":"user","content":"[a]"}]})",
+          R"({"max_tokens":1,"messages":[{"role":"assistant","content":null}]})",
+          R"({"max_tokens":1,"messages":[]})", R"({"max_tokens":1,"messages":"x"})",
+          R"({"max_tokens":1,"messages":[1,"content"]})"}) {
+        CAPTURE(body);
+        CHECK(prepared(row, body).body == body);
+        CHECK(prepared(row, body).notes.empty());
+    }
+    const std::string image =
+        R"({"messages":[{"role":"user","content":[{"type":"text","text":"what is this?"},)"
+        R"({"type":"image_url","image_url":{"url":"data:"}}]}],"stream":false})";
+    const auto refused = prepare_openai(request_of(image), row, "", false);
+    CHECK(refused.error.find("\"image_url\"") != std::string::npos);
+    CHECK(refused.error.find("tinygpt") != std::string::npos);
+    CHECK(refused.body.view().empty());
+    CHECK(prepared(row_of("openai-url"), image).body == image);
+}
+
+TEST_CASE("more choices than a server gives are refused, not answered with one") {
+    for (const auto* name : {"tinygpt", "omlx", "mlx-server"}) {
+        const auto it = prepare_openai(request_of(R"({"n":3})"), row_of(name), "", false);
+        CHECK(it.error.find("ask 3 times") != std::string::npos);
+        CHECK(it.error.find(name) != std::string::npos);
+        for (const std::string body :
+             {R"({"n":1,"stream":false,"max_tokens":1,"temperature":0})",
+              R"({"n": 1.0,"stream":false,"max_tokens":1,"temperature":0})"}) {
+            CHECK(prepared(row_of(name), body).body == body);
+            CHECK(prepared(row_of(name), body).notes.empty());
+        }
+    }
+    CHECK(prepared(row_of("openai-url"), R"({"n":3,"stream":false})").body ==
+          R"({"n":3,"stream":false})");
+}
+
+TEST_CASE("members that a server does not read are named, unless they change nothing") {
+    const auto notes = [](std::string_view row, std::string body) {
+        return prepared(row_of(row),
+                        R"({"stream":false,"max_tokens":1,"temperature":0,)" + body + "}")
+            .notes;
+    };
+    CHECK(notes("mlx-server", R"("response_format":{"type":"json_object"})") ==
+          "requests have \"response_format\": mlx-server does not read it\n");
+    CHECK(notes("mlx-server", R"("tool_choice":"required")").find("tool_choice") !=
+          std::string::npos);
+    CHECK(notes("tinygpt", R"("tools":[{"type":"function"}],"top_p":0.9)") ==
+          "requests have \"top_p\": tinygpt does not read it\n"
+          "requests have \"tools\": tinygpt does not read it\n");
+    CHECK(notes("mlx-server", R"("response_format":{"type":"text"},"tool_choice":"auto")") == "");
+    CHECK(notes("mlx-server", R"("response_format":"text")") != "");
+    CHECK(notes("tinygpt", R"("tools":[],"top_p":1)") == "");
+    CHECK(notes("openai-url", R"("response_format":{"type":"json_object"},"n":2)") == "");
+}
+
+TEST_CASE("a number for logprobs is refused where it would only close the connection") {
+    for (const std::string body :
+         {R"({"logprobs":5})", R"({"logprobs":0})", R"({"logprobs":"1"})"}) {
+        const auto it = prepare_openai(request_of(body), row_of("mlx-server"), "", false);
+        CHECK(it.error.find("true or false") != std::string::npos);
+    }
+    for (const std::string body :
+         {R"({"logprobs":true,"top_logprobs":5,"max_tokens":1})", R"({"logprobs":false})"})
+        CHECK(prepare_openai(request_of(body), row_of("mlx-server"), "", false).error.empty());
+}
+
+TEST_CASE("what an answer is held against is read from the body") {
+    const auto asked = [](std::string body, std::string_view model = "",
+                          bool override_model = false, std::string_view row = "mlx-server") {
+        const auto it =
+            prepare_openai(request_of(std::move(body)), row_of(row), model, override_model);
+        return fmt::format("{} {} {}", it.model, it.max_tokens.value_or(-1), it.processors);
+    };
+    CHECK(asked(R"({"model":"a\u0062","max_tokens":5})") == "ab 5 false");
+    CHECK(asked(R"({"model":"a"})", "m", true) == "m 512 false");
+    CHECK(asked(R"({"max_completion_tokens":6})", "m") == "m 6 false");
+    CHECK(asked("{}", "", false, "openai-url") == " -1 false");
+    CHECK(asked(R"({"presence_penalty":0.5})") == " 512 true");
+    CHECK(asked(R"({"frequency_penalty":-1})") == " 512 true");
+    CHECK(asked(R"({"repetition_penalty":1.1})") == " 512 true");
+    CHECK(asked(R"({"logit_bias":{"5":1}})") == " 512 true");
+    CHECK(asked(R"({"logit_bias":{},"presence_penalty":0,"frequency_penalty":0.0})") ==
+          " 512 false");
+    CHECK(asked(R"({"logit_bias":null,"repetition_penalty":null})") == " 512 false");
 }
 
 // Prompts

@@ -213,6 +213,43 @@ TEST_CASE("the line on the prefix cache says what is known") {
     CHECK(planned.prefix_cached() == "prefix cached: 1500 tokens (50.0 % of 3000 prompt tokens)");
 }
 
+TEST_CASE("why the server reports no cached tokens is said as its row knows it") {
+    Report report;
+    BackendRow row;
+    row.cached_hint = "start it with --count";
+    report.describe(row);
+    report.add(answer(100));
+    CHECK(report.prefix_cached() == "prefix cached: n/a (start it with --count)");
+}
+
+TEST_CASE("a number left out is zero only where the server leaves out zeros and has shown others") {
+    const auto figures = [](bool absent_is_zero, std::vector<std::optional<std::int64_t>> cached) {
+        Report report;
+        BackendRow row;
+        row.absent_cached_zero = absent_is_zero;
+        report.describe(row);
+        for (const auto n : cached) report.add(answer(100, n));
+        return std::pair(report.prefix_cached(), summary(report).at("cached_tokens").at("actual"));
+    };
+    CHECK(figures(true, {{}, 60, {}}).second == json::value(60));
+    CHECK(figures(true, {{}, 60, {}}).first.starts_with("prefix cached: 60 tokens (20.0 %"));
+    CHECK(figures(true, {{}, {}}).second.is_null());
+    CHECK(figures(true, {{}, 0}).second.is_null());
+    CHECK(figures(false, {{}, 60, {}}).second.is_null());
+    CHECK(figures(false, {{}, 60}).first.starts_with("prefix cached: n/a"));
+}
+
+TEST_CASE("times between tokens are not reported where a chunk may hold several") {
+    Report report;
+    BackendRow row;
+    row.token_chunks = false;
+    report.describe(row);
+    report.add(with_times(answer({}, {}, 11), 100, 200));
+    const auto out = summary(report);
+    CHECK_FALSE(out.at("ttft_ms").at("p50").is_null());
+    CHECK(out.at("inter_token_ms").at("p50").is_null());
+}
+
 TEST_CASE("what was run stands in the summary") {
     Report report;
     report.backend = "mlx-server";

@@ -1,0 +1,283 @@
+#include "recognise.hpp"
+
+#include <boost/json/parse.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+
+namespace evalrt::detail {
+namespace {
+
+namespace json = boost::json;
+
+// A member of members, or null.
+template <class... Keys>
+const json::value* find(const json::value& value, Keys... keys) {
+    const json::value* at = &value;
+    for (const std::string_view key : {std::string_view(keys)...}) {
+        const auto* object = at->if_object();
+        at = object ? object->if_contains({key.data(), key.size()}) : nullptr;
+        if (!at) return nullptr;
+    }
+    return at;
+}
+
+template <class... Keys>
+std::string text(const json::value& value, Keys... keys) {
+    const auto* found = find(value, keys...);
+    return found && found->is_string() ? std::string(found->get_string()) : std::string();
+}
+
+template <class... Keys>
+std::optional<unsigned> number(const json::value& value, Keys... keys) {
+    const json::value* found = find(value, keys...);
+    json::error_code ec;
+    const std::int64_t n = found ? found->to_number<std::int64_t>(ec) : 0;
+    if (!found || ec || n < 1 || n > 100000) return {};
+    return unsigned(n);
+}
+
+json::value parse(std::string_view body) {
+    json::error_code ec;
+    auto value = json::parse({body.data(), body.size()}, ec);
+    return ec ? json::value() : value;
+}
+
+std::string owner(const json::value& models) {
+    const auto* data = find(models, "data");
+    if (!data || !data->is_array() || data->get_array().empty()) return {};
+    return text(data->get_array().front(), "owned_by");
+}
+
+// A sign by which a server gives itself away: an answer to a path.
+struct Sign {
+    std::string_view path, profile;
+    bool (*matches)(const Seen& seen, const json::value& body);
+    std::string_view words;
+};
+
+template <std::size_t n>
+struct Word {
+    constexpr Word(const char (&text)[n]) { std::copy_n(text, n, value); }
+    char value[n];
+};
+
+template <Word name>
+bool owned_by(const Seen&, const json::value& body) {
+    return owner(body) == name.value;
+}
+
+// In this order, so that the commonest server is known after one question, and nobody is asked
+// for /health who could be SGLang, which generates a token to answer.
+constexpr std::array signs{
+    Sign{"/v1/models", "vllm", owned_by<"vllm">, "its models are owned_by \"vllm\""},
+    Sign{"/v1/models", "sglang", owned_by<"sglang">, "its models are owned_by \"sglang\""},
+    Sign{"/v1/models", "llama-server", owned_by<"llamacpp">,
+         "its models are owned_by \"llamacpp\""},
+    Sign{"/v1/models", "ollama", owned_by<"library">, "its models are owned_by \"library\""},
+    Sign{"/v1/models", "lm-studio", owned_by<"organization_owner">,
+         "its models are owned_by \"organization_owner\""},
+    Sign{"/v1/models", "omlx", owned_by<"omlx">, "its models are owned_by \"omlx\""},
+    Sign{"/v1/models", "tinygpt", owned_by<"tinygpt">, "its models are owned_by \"tinygpt\""},
+    Sign{"/props", "llama-server",
+         [](const Seen&, const json::value& body) { return bool(number(body, "total_slots")); },
+         "/props tells total_slots"},
+    Sign{"/get_model_info", "sglang",
+         [](const Seen&, const json::value& body) { return bool(find(body, "model_path")); },
+         "/get_model_info tells model_path"},
+    Sign{"/api/version", "tinygpt",
+         [](const Seen&, const json::value& body) {
+             return text(body, "version").ends_with("-tinygpt");
+         },
+         "/api/version ends in -tinygpt"},
+    Sign{"/api/version", "ollama",
+         [](const Seen&, const json::value& body) { return !text(body, "version").empty(); },
+         "/api/version answers"},
+    Sign{"/api/v1/models", "lm-studio",
+         [](const Seen&, const json::value& body) {
+             const auto* models = find(body, "models");
+             return models && models->is_array() && !models->get_array().empty() &&
+                    find(models->get_array().front(), "loaded_instances");
+         },
+         "/api/v1/models tells loaded_instances"},
+    Sign{"/api/v0/models", "lm-studio",
+         [](const Seen&, const json::value& body) {
+             const auto* data = find(body, "data");
+             return data && data->is_array() && !data->get_array().empty() &&
+                    find(data->get_array().front(), "compatibility_type");
+         },
+         "/api/v0/models tells compatibility_type"},
+    Sign{"/api/status", "omlx",
+         [](const Seen&, const json::value& body) {
+             return bool(find(body, "total_cached_tokens"));
+         },
+         "/api/status tells total_cached_tokens"},
+    Sign{"/metrics", "vllm",
+         [](const Seen& seen, const json::value&) {
+             return seen.body.find("vllm:") != std::string::npos;
+         },
+         "/metrics has figures that begin with vllm:"},
+    Sign{"/metrics", "sglang",
+         [](const Seen& seen, const json::value&) {
+             return seen.body.find("sglang:") != std::string::npos;
+         },
+         "/metrics has figures that begin with sglang:"},
+    Sign{"/health", "omlx",
+         [](const Seen&, const json::value& body) { return bool(find(body, "engine_pool")); },
+         "/health tells of its engine_pool"},
+    Sign{"/health", "mlx-server",
+         [](const Seen& seen, const json::value& body) {
+             return text(body, "status") == "ok" && seen.server.starts_with("BaseHTTP");
+         },
+         "/health is that of Python's http.server"},
+};
+
+// What else tells how many requests it takes, or its version.
+struct Detail {
+    std::string_view profile, path;
+};
+constexpr std::array more{
+    Detail{"vllm", "/version"},        Detail{"sglang", "/get_server_info"},
+    Detail{"llama-server", "/props"},  Detail{"lm-studio", "/api/v1/models"},
+    Detail{"ollama", "/api/version"},  Detail{"omlx", "/api/status"},
+    Detail{"tinygpt", "/api/version"},
+};
+
+// Hosted services, by the end of the host's name: nothing there is worth a question.
+struct Host {
+    std::string_view end, profile;
+};
+constexpr std::array hosts{
+    Host{"api.openai.com", "openai"},   Host{"openai.azure.com", "openai"},
+    Host{"api.anthropic.com", "cloud"}, Host{"openrouter.ai", "cloud"},
+    Host{"together.xyz", "cloud"},      Host{"together.ai", "cloud"},
+    Host{"groq.com", "cloud"},          Host{"mistral.ai", "cloud"},
+    Host{"deepseek.com", "cloud"},      Host{"fireworks.ai", "cloud"},
+    Host{"cerebras.ai", "cloud"},       Host{"deepinfra.com", "cloud"},
+    Host{"googleapis.com", "cloud"},    Host{"x.ai", "cloud"},
+    Host{"huggingface.co", "cloud"},    Host{"perplexity.ai", "cloud"},
+    Host{"nvidia.com", "cloud"},        Host{"amazonaws.com", "cloud"},
+};
+
+std::string visible(std::string text) { // it comes from a stranger and goes to a terminal
+    text.resize(std::min<std::size_t>(text.size(), 60));
+    for (char& c : text)
+        if (c < ' ' || c >= 0x7f) c = '.';
+    return text;
+}
+
+} // namespace
+
+Recogniser::Recogniser(const Url& url, std::string model) : model_(std::move(model)) {
+    std::string host = url.host;
+    for (char& c : host) c = char(std::tolower(static_cast<unsigned char>(c)));
+    for (const auto& it : hosts)
+        if (host == it.end || host.ends_with("." + std::string(it.end))) {
+            result_.profile = it.profile;
+            result_.reason = "by its host name";
+            given_up_ = true;
+            return;
+        }
+    result_.reason = "none of its answers is that of a server that is known";
+}
+
+std::optional<std::string> Recogniser::next() const {
+    if (given_up_) return {};
+    if (result_.profile.empty()) {
+        for (const auto& sign : signs)
+            if (!asked_.count(sign.path)) return std::string(sign.path);
+    } else {
+        for (const auto& it : more)
+            if (it.profile == result_.profile && !asked_.count(it.path))
+                return std::string(it.path);
+    }
+    return {};
+}
+
+void Recogniser::answered(const Seen& seen) {
+    asked_.insert(seen.path);
+    if (seen.late) {
+        // It may be busy with something long; more questions would only take more time.
+        given_up_ = true;
+        if (result_.profile.empty()) result_.reason = seen.path + " was not answered in time";
+        return;
+    }
+    if (seen.status / 100 != 2) return;
+    const auto body = parse(seen.body);
+    if (result_.profile.empty())
+        for (const auto& sign : signs)
+            if (sign.path == seen.path && sign.matches(seen, body)) {
+                result_.profile = sign.profile;
+                result_.reason = sign.words;
+                break;
+            }
+    if (!result_.profile.empty()) details(seen);
+}
+
+void Recogniser::details(const Seen& seen) {
+    const auto body = parse(seen.body);
+    const auto tell = [&](std::optional<unsigned> n, std::string_view why) {
+        if (!n) return;
+        result_.in_flight = n;
+        result_.in_flight_reason = why;
+    };
+    const auto& profile = result_.profile;
+    std::string version;
+    if (profile == "llama-server" && seen.path == "/props") {
+        tell(number(body, "total_slots"), "its total_slots");
+        version = text(body, "build_info");
+    } else if (profile == "sglang" && seen.path == "/get_server_info") {
+        tell(number(body, "max_running_requests"), "its max_running_requests");
+        version = text(body, "version");
+    } else if (profile == "lm-studio" && seen.path == "/api/v1/models") {
+        const auto* models = find(body, "models");
+        for (const auto& model : models && models->is_array() ? models->get_array() : json::array())
+            if (const auto* instances = find(model, "loaded_instances");
+                instances && instances->is_array())
+                for (const auto& instance : instances->get_array())
+                    if (!result_.in_flight || text(instance, "id") == model_ ||
+                        text(model, "key") == model_)
+                        tell(number(instance, "config", "parallel"), "its \"parallel\"");
+    } else if (seen.path == "/version" || seen.path == "/api/version" ||
+               seen.path == "/api/status") {
+        version = text(body, "version");
+    }
+    if (!version.empty()) result_.version = visible(std::move(version));
+}
+
+BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
+    const auto* profile = find_profile_row(recognition.profile);
+    if (!profile) return row;
+    BackendRow it = row.wire == profile->wire ? *profile : row;
+    it.wire = row.wire;
+    it.name = profile->name;
+    it.cached_hint = profile->cached_hint;
+    it.cuts_prompt = profile->cuts_prompt;
+    it.token_chunks = profile->token_chunks;
+    it.keep_alive = profile->keep_alive;
+    it.backlog = profile->backlog;
+    it.accept_interval = profile->accept_interval;
+    it.in_flight = profile->in_flight;
+    it.release = profile->release;
+    it.commit_delay = profile->commit_delay;
+    it.shared_tokens = profile->shared_tokens;
+    it.match_length = profile->match_length;
+    it.leaders = profile->leaders;
+    it.refill = profile->refill;
+    it.prefill_tokens = profile->prefill_tokens;
+    it.remark = profile->remark;
+    // It runs already, with a model of its own; a body that names one means it.
+    it.command.clear();
+    it.env.clear();
+    it.served_model = row.served_model;
+    if (recognition.in_flight)
+        // A server may take far more than is good for it (SGLang's 2,048): it is a limit.
+        it.in_flight = profile->name == "sglang" ? std::min(it.in_flight, *recognition.in_flight)
+                                                 : *recognition.in_flight;
+    return it;
+}
+
+} // namespace evalrt::detail

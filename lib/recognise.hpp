@@ -1,0 +1,68 @@
+// Recogniser: what a server behind a URL is, from what it answers to a few GETs.
+#ifndef EVALRT_LIB_RECOGNISE_HPP
+#define EVALRT_LIB_RECOGNISE_HPP
+
+#include "evalrt/backend_row.hpp"
+#include "evalrt/http_backend.hpp"
+
+#include <boost/asio/awaitable.hpp>
+#include <boost/asio/cancellation_signal.hpp>
+
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace evalrt::detail {
+
+/// One GET's answer.
+struct Seen {
+    std::string path;
+    int status = 0; ///< 0: none came
+    std::string body = {};
+    std::string server = {}; ///< its Server header
+    bool late = false;       ///< none came in time
+};
+
+struct Recognition {
+    std::string profile;               ///< a profile's or row's name; empty: not recognised
+    std::string reason;                ///< in words
+    std::string version;               ///< empty: it does not tell
+    std::optional<unsigned> in_flight; ///< requests at once, as the server tells
+    std::string in_flight_reason;
+};
+
+/// Which GETs, and what their answers mean. No I/O.
+class Recogniser {
+public:
+    /// `model`: the one that will be asked for; empty: any.
+    explicit Recogniser(const Url& url, std::string model = {});
+
+    /// The path to GET next; nothing: all is known that will be.
+    std::optional<std::string> next() const;
+
+    void answered(const Seen& seen);
+
+    const Recognition& result() const { return result_; }
+
+private:
+    void details(const Seen& seen);
+
+    std::string model_;
+    Recognition result_;
+    std::set<std::string, std::less<>> asked_;
+    bool given_up_ = false;
+};
+
+/// Asks the server. Nothing that goes wrong here is an error: an unknown server is one, too.
+/// `failed`: why it cannot be reached at all.
+asio::awaitable<Recognition> recognise(asio::any_io_executor executor, HttpOptions options,
+                                       asio::cancellation_signal& cancel, Failure& failed);
+
+/// The row with what is known of its server now. The wire stays, and on another wire than the
+/// profile's so does what concerns the bodies.
+BackendRow with_profile(const BackendRow& row, const Recognition& recognition);
+
+} // namespace evalrt::detail
+
+#endif

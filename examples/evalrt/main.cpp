@@ -1,4 +1,5 @@
 // The evalrt program: command lines to suites.
+#include "backends.hpp"
 #include "batch.hpp"
 #include "bfcl.hpp"
 #include "suite.hpp"
@@ -56,6 +57,9 @@ void add_common(CLI::App& command, Options& options) {
                        "Seconds that one attempt may take (default: as long as tokens come)");
     command.add_option("--retries", options.retries, "Further attempts after a failed one")
         ->capture_default_str();
+    command.add_flag_callback(
+        "--no-probe", [&runtime] { runtime.probe = false; },
+        "Do not ask the server at --url what it is");
     command.add_option("--ca-file", runtime.ca_file, "PEM file with the certificates to trust");
     command.add_option("--api-key-file", options.key_file,
                        "File with the key (default: the variable OPENAI_API_KEY)");
@@ -251,22 +255,6 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
     return run_suite(std::move(suite), options.common);
 }
 
-int list_backends() {
-    fmt::print("{:<12} {:>9} {:<10} {:<10} {}\n", "name", "in flight", "prefix", "connection",
-               "started as");
-    for (const auto& row : backend_rows()) {
-        std::string command;
-        for (const auto& part : row.command) command += (command.empty() ? "" : " ") + part;
-        const auto release = row.release == Release::at_once      ? "at once"
-                             : row.release == Release::first_text ? "first text"
-                                                                  : "done";
-        fmt::print("{:<12} {:>9} {:<10} {:<10} {}\n", row.name, row.in_flight, release,
-                   row.keep_alive ? "kept" : "each",
-                   command.empty() ? "(runs already: --url)" : command);
-    }
-    return exit_answered;
-}
-
 int main(int argc, char** argv) {
     CLI::App app{"evalrt runs LLM evaluation suites at the speed of the model server."};
     app.require_subcommand(1);
@@ -307,6 +295,13 @@ int main(int argc, char** argv) {
 
     auto& backends_command =
         *app.add_subcommand("backends", "List the model servers that evalrt knows");
+    BackendsOptions listed;
+    backends_command.add_option("--probe", listed.probe, "Say what the server at this URL is");
+    backends_command.add_flag("--json", listed.json, "Print JSON");
+    backends_command.add_option("--ca-file", listed.ca_file,
+                                "PEM file with the certificates to trust");
+    backends_command.add_option("--api-key-file", options.key_file,
+                                "File with the key (default: the variable OPENAI_API_KEY)");
 
     if (argc < 2) {
         say("give a command: run, bfcl or backends (evalrt --help says more)");
@@ -325,7 +320,12 @@ int main(int argc, char** argv) {
                         argv[1][0] != '-' ? argv[1] + std::string(" ") : ""));
         return exit_usage;
     }
-    if (backends_command.parsed()) return list_backends();
+    if (backends_command.parsed()) {
+        options.common.runtime.url = listed.probe;
+        if (auto error = settle(options); !error.empty()) return fail(error);
+        listed.api_key = options.common.runtime.api_key;
+        return backends(listed);
+    }
     if (bfcl_command.parsed()) return run_bfcl(options, asked);
     return run(options, file, out, skip_invalid);
 }

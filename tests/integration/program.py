@@ -193,7 +193,7 @@ class Program(unittest.TestCase):
         path = self.suite(line("a", "x"))
         err = self.refused(2, "unknown backend 'vllm'", "run", path, "-o", "out", "--backend",
                            "vllm", "--model", "m")
-        self.assertIn("tinygpt, mlx-server, openai-url", err)
+        self.assertIn("tinygpt, omlx, mlx-server, openai-url", err)
 
     def test_a_missing_model_says_how_to_give_one(self):
         self.refused(2, "give --model", "run", self.suite(line("a", "x")), "-o", "out",

@@ -1,0 +1,20 @@
+// evalrt backends: the table of servers, and what one of them is.
+#ifndef EVALRT_PROGRAM_BACKENDS_HPP
+#define EVALRT_PROGRAM_BACKENDS_HPP
+
+#include <string>
+
+namespace evalrt::program {
+
+struct BackendsOptions {
+    std::string probe; ///< URL of a server; empty: print the table
+    std::string api_key, ca_file;
+    bool json = false;
+};
+
+/// Prints to stdout, and returns the exit code.
+int backends(const BackendsOptions& options);
+
+} // namespace evalrt::program
+
+#endif

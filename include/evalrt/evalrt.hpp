@@ -6,6 +6,7 @@
 #include "evalrt/backend_row.hpp"
 #include "evalrt/error.hpp"
 #include "evalrt/http_backend.hpp"
+#include "evalrt/journal.hpp"
 #include "evalrt/prefix_planner.hpp"
 #include "evalrt/report.hpp"
 #include "evalrt/request.hpp"

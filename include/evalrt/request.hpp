@@ -46,6 +46,7 @@ struct Request {
     Text body;                                     ///< one JSON object
     std::string session;                           ///< turns of one conversation share it
     int turn = 0;
+    std::string name; ///< what the caller calls it: for a journal, never sent
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece
 };
@@ -87,6 +88,7 @@ struct Response {
     Timing timing;
     Stage stage = Stage::none;
     unsigned attempts = 0;
+    bool from_journal = false; ///< answered earlier, not asked for this time
     std::optional<std::chrono::milliseconds> retry_after; ///< as the server asked
     std::optional<bool> should_retry; ///< x-should-retry, for or against another attempt
     error_code cause;                 ///< of a broken connection: what the system said

@@ -1,0 +1,119 @@
+// What a journal decides: who is served, who is asked. No file, no clock.
+#ifndef EVALRT_DETAIL_JOURNAL_CORE_HPP
+#define EVALRT_DETAIL_JOURNAL_CORE_HPP
+
+#include "evalrt/error.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace evalrt::detail {
+
+/// The first half of SHA-256, over each part behind its length: parts cannot run into each other.
+struct JournalKey {
+    std::uint64_t high = 0, low = 0;
+    bool operator==(const JournalKey&) const = default;
+};
+JournalKey journal_key(std::string_view identity, std::string_view endpoint, std::string_view body);
+
+/// What the file knows of an item. Rows of the file have ids from 1.
+struct JournalEntry {
+    std::int64_t item = 0;       ///< of this run; 0: this run has not asked it
+    std::int64_t outcome = 0;    ///< of this run, the latest; 0: none
+    std::optional<Errc> failure; ///< of that outcome
+    std::int64_t shared = 0; ///< an answer of another run that may be served to this one; 0: none
+};
+
+struct JournalDecision {
+    std::uint32_t occurrence = 0;
+    std::int64_t item = 0;    ///< 0: new to this run
+    std::int64_t outcome = 0; ///< serve this one; 0: ask
+};
+
+class JournalIndex {
+public:
+    explicit JournalIndex(std::vector<Errc> final_failures = {})
+        : final_failures_(std::move(final_failures)) {}
+
+    void reserve(std::size_t items) { entries_.reserve(items); }
+    std::size_t size() const { return entries_.size(); }
+
+    JournalEntry& entry(JournalKey key, std::uint32_t occurrence) {
+        return entries_[{key, occurrence}].entry;
+    }
+
+    /// The next occurrence of this request.
+    JournalDecision next(JournalKey key) {
+        const auto occurrence = entries_[{key, 0}].asked++;
+        return decide(key, occurrence);
+    }
+
+    /// What next() would say for this occurrence.
+    JournalDecision decide(JournalKey key, std::uint32_t occurrence) const {
+        JournalDecision decision;
+        decision.occurrence = occurrence;
+        const auto it = entries_.find({key, occurrence});
+        if (it == entries_.end()) return decision;
+        const auto& entry = it->second.entry;
+        decision.item = entry.item;
+        const bool final =
+            !entry.failure || std::find(final_failures_.begin(), final_failures_.end(),
+                                        *entry.failure) != final_failures_.end();
+        decision.outcome = entry.outcome > 0 && final ? entry.outcome : entry.shared;
+        return decision;
+    }
+
+    void rewind() {
+        for (auto& [id, slot] : entries_) slot.asked = 0;
+    }
+
+private:
+    struct Id {
+        JournalKey key;
+        std::uint32_t occurrence;
+        bool operator==(const Id&) const = default;
+    };
+    struct Hash {
+        std::size_t operator()(const Id& id) const {
+            return std::size_t(id.key.low ^ (id.occurrence * 0x9E3779B97F4A7C15u));
+        }
+    };
+    struct Slot {
+        JournalEntry entry;
+        std::uint32_t asked = 0; // of occurrence 0: how often the request has come
+    };
+    std::unordered_map<Id, Slot, Hash> entries_;
+    std::vector<Errc> final_failures_;
+};
+
+/// "model: it was \"a\", it is \"b\"; ..."; empty: the same.
+inline std::string
+journal_difference(const std::vector<std::pair<std::string, std::string>>& before,
+                   const std::vector<std::pair<std::string, std::string>>& now) {
+    std::string text;
+    const auto value = [](const auto& fields, std::string_view name) -> const std::string* {
+        for (const auto& [key, it] : fields)
+            if (key == name) return &it;
+        return nullptr;
+    };
+    const auto show = [](const std::string* it) { return it ? "\"" + *it + "\"" : "not set"; };
+    const auto compare = [&](std::string_view name) {
+        const auto *was = value(before, name), *is = value(now, name);
+        if (was && is && *was == *is) return;
+        if (!text.empty()) text += "; ";
+        text.append(name).append(" was ").append(show(was)).append(" and is ").append(show(is));
+    };
+    for (const auto& [name, it] : now) compare(name);
+    for (const auto& [name, it] : before)
+        if (!value(now, name)) compare(name);
+    return text;
+}
+
+} // namespace evalrt::detail
+
+#endif

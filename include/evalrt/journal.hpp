@@ -1,0 +1,166 @@
+// Journal: a Backend that keeps every answer in a file, and asks only for what is not there.
+#ifndef EVALRT_JOURNAL_HPP
+#define EVALRT_JOURNAL_HPP
+
+#include "evalrt/backend.hpp"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace evalrt {
+
+/// Why a journal is not used, or not any more.
+enum class JournalErrc {
+    in_use = 1, ///< another process writes to it
+    foreign,    ///< the file is something else, or of a later version
+    corrupt,    ///< the file is damaged
+    changed,    ///< it belongs to a run with another configuration
+    unwritable, ///< disk full, read-only, I/O error
+};
+const boost::system::error_category& journal_category() noexcept;
+error_code make_error_code(JournalErrc errc) noexcept;
+
+/// Names and values, in an order that stays the same.
+using JournalFields = std::vector<std::pair<std::string, std::string>>;
+
+enum class JournalMode {
+    resume, ///< goes on with the run that the file holds; refused if the configuration has changed
+    append, ///< a new run in the same file
+};
+
+struct JournalOptions {
+    std::string path; ///< empty: no journal
+    JournalMode mode = JournalMode::resume;
+    /// A later run is served answers that were sampled too, not only those at temperature 0.
+    bool reuse_sampled = false;
+    /// What resuming does not try again: the item would fail in the same way.
+    std::vector<Errc> final_failures{Errc::context_too_long, Errc::poison};
+    std::string suite;      ///< what is run, by name; another suite is another run
+    JournalFields settings; ///< compared when a run is resumed, beside what Runtime adds
+
+    std::size_t group = 1024;                ///< answers in one commit, at most
+    std::size_t group_bytes = 4 << 20;       ///< of answers, likewise
+    std::chrono::milliseconds group_age{20}; ///< the first answer of a group waits no longer
+    std::function<void(Failure)> on_failure; ///< it cannot be written any more; called once
+};
+
+/// Who is asked, and by whom.
+struct JournalRun {
+    JournalFields identity;     ///< of model and server: a part of every key, and compared
+    std::string server_version; ///< empty: not known
+    std::function<Text(const Request&)> sent; ///< the body as it goes out; empty: as it is
+};
+
+/// Stands between the callers and another Backend. An item is a request and its occurrence: the
+/// n-th equal request is an item of its own. Its key is a hash of the identity, the endpoint and
+/// the body as sent. It is answered, failed (and with which class) or not run.
+///
+/// What the file keeps: the items' keys and names, and of each outcome the answer's body, usage,
+/// times, attempts and the server's words on failure. The requests themselves are not kept.
+///
+/// Served     what the resumed run has been answered already; of other runs in the file with the
+///            same identity and server version, answers at temperature 0 that were not cut off by
+///            a content filter. A failure is tried again, unless its class is a final one.
+/// Commit     an answer reaches the caller after it is on the disk: groups are committed by a
+///            thread of the journal's own, at once if nothing else is under way, otherwise after
+///            at most group_age.
+/// Failure    when the file cannot be written any more, on_failure is called, and every request
+///            that has not completed, and each that comes later, completes as cancelled.
+/// Cancel     any type; a request whose answer is being committed completes with it.
+/// Threads    belongs to its executor.
+class Journal final : public Backend {
+public:
+    using OpenSignature = void(error_code, std::string);
+    using OpenHandler = asio::any_completion_handler<OpenSignature>;
+
+    Journal(asio::any_io_executor executor, JournalOptions options);
+    ~Journal() override; ///< commits what it has and closes the file, which may take a moment
+
+    asio::any_io_executor get_executor() noexcept override;
+
+    /// Opens or makes the file and checks it. Nobody else can write to it then.
+    ///
+    /// Completes  when it is open.
+    /// Errors     in_use, foreign, corrupt, unwritable; the string says what to do. The file
+    ///            stays as it was.
+    /// Lifetime   *this must outlive the operation.
+    template <asio::completion_token_for<OpenSignature> Token = asio::deferred_t>
+    auto async_open(Token&& token = Token()) {
+        return asio::async_initiate<Token, OpenSignature>(
+            [this](OpenHandler handler) { open(std::move(handler)); }, token);
+    }
+
+    /// Finds the run to go on with, or begins one. Once, when it is open.
+    ///
+    /// Completes  when requests may come.
+    /// Errors     changed (the string lists the differences), corrupt, unwritable.
+    /// Lifetime   *this must outlive the operation.
+    template <asio::completion_token_for<OpenSignature> Token = asio::deferred_t>
+    auto async_begin(JournalRun run, Token&& token = Token()) {
+        return asio::async_initiate<Token, OpenSignature>(
+            [this](OpenHandler handler, JournalRun moved) {
+                begin(std::move(moved), std::move(handler));
+            },
+            token, std::move(run));
+    }
+
+    /// Whom to ask for what is not in the file; must outlive the operations.
+    void connect(Backend& inner);
+
+    /// Whether all of these, asked in this order, would be served.
+    bool holds(const std::vector<const Request*>& requests) const;
+
+    /// Counts occurrences from the beginning again: a caller that asks for the second time what it
+    /// has asked already is served.
+    void rewind();
+
+    bool resumed() const; ///< the file has answers or failures of this run
+    bool failed() const;  ///< it cannot be written any more
+
+    /// Commits what it has and closes the file.
+    template <asio::completion_token_for<OpenSignature> Token = asio::deferred_t>
+    auto async_close(Token&& token = Token()) {
+        return asio::async_initiate<Token, OpenSignature>(
+            [this](OpenHandler handler) { close(std::move(handler)); }, token);
+    }
+
+private:
+    struct Impl;
+    void start_complete(Request request, TextSink on_text, Handler handler) override;
+    void open(OpenHandler handler);
+    void begin(JournalRun run, OpenHandler handler);
+    void close(OpenHandler handler);
+    std::shared_ptr<Impl> impl_; // shared with running requests and the thread's results
+};
+
+/// What a journal says of its latest run.
+struct JournalSummary {
+    JournalFields config; ///< identity and settings
+    std::string suite, server_version;
+    std::int64_t runs = 0, sessions = 0; ///< runs in the file; starts of the latest one
+    double wall_seconds = 0;             ///< of all sessions, to their last outcome
+    std::optional<std::int64_t> pid;     ///< of the process that writes to it at this moment
+};
+struct JournalItem {
+    std::string name;
+    std::optional<Response> response; ///< without body and text; nothing: not run
+};
+
+/// Reads the latest run of a journal, also while somebody writes to it. Calls on_item for each
+/// item, in the order in which they were first asked.
+Failure read_journal(const std::string& path, JournalSummary& summary,
+                     const std::function<void(const JournalItem&)>& on_item);
+
+/// What changes when a model in a local folder or file does: a hash of the names, sizes and times
+/// of its files. Empty: `model` is no path.
+std::string model_files(const std::string& model);
+
+} // namespace evalrt
+
+template <>
+struct boost::system::is_error_code_enum<evalrt::JournalErrc> : std::true_type {};
+
+#endif

@@ -1,0 +1,537 @@
+#include "evalrt/journal.hpp"
+
+#include "evalrt/detail/complete.hpp"
+#include "journal_file.hpp"
+#include "json_text.hpp"
+
+#include <boost/asio/bind_cancellation_slot.hpp>
+#include <boost/asio/bind_executor.hpp>
+#include <boost/asio/cancellation_signal.hpp>
+#include <boost/asio/prefer.hpp>
+#include <boost/asio/steady_timer.hpp>
+
+#include <fmt/format.h>
+#include <openssl/evp.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <thread>
+
+namespace evalrt {
+namespace {
+
+class Category final : public boost::system::error_category {
+public:
+    const char* name() const noexcept override { return "evalrt.journal"; }
+    std::string message(int value) const override {
+        switch (JournalErrc(value)) {
+        case JournalErrc::in_use: return "the journal is in use";
+        case JournalErrc::foreign: return "the file is not a journal";
+        case JournalErrc::corrupt: return "the journal is damaged";
+        case JournalErrc::changed: return "the journal belongs to another configuration";
+        case JournalErrc::unwritable: return "the journal cannot be written";
+        }
+        return "unknown error";
+    }
+};
+
+// Does jobs one after the other.
+class Worker {
+public:
+    Worker() : thread_([this] { run(); }) {}
+    ~Worker() { stop(); }
+
+    void post(std::function<void()> job) {
+        {
+            const std::lock_guard lock(mutex_);
+            jobs_.push_back(std::move(job));
+        }
+        ready_.notify_one();
+    }
+
+    /// When all jobs are done.
+    void stop() {
+        {
+            const std::lock_guard lock(mutex_);
+            stopping_ = true;
+        }
+        ready_.notify_one();
+        if (thread_.joinable()) thread_.join();
+    }
+
+private:
+    void run() {
+        std::unique_lock lock(mutex_);
+        while (true) {
+            ready_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+            if (jobs_.empty()) return;
+            auto job = std::move(jobs_.front());
+            jobs_.pop_front();
+            lock.unlock();
+            job();
+            job = nullptr;
+            lock.lock();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable ready_;
+    std::deque<std::function<void()>> jobs_;
+    bool stopping_ = false;
+    std::thread thread_;
+};
+
+// A temperature that is not given is the server's own.
+bool at_temperature_zero(std::string_view body) {
+    constexpr std::string_view key = "\"temperature\"";
+    if (!::memmem(body.data(), body.size(), key.data(), key.size())) return false;
+    const auto list = detail::members(body);
+    const auto value = detail::member(list, "temperature");
+    return value && value->find_first_of("0123456789") != value->npos &&
+           std::strtod(std::string(*value).c_str(), nullptr) == 0;
+}
+
+// What another run might get a real answer to.
+bool filtered(const Response& response) {
+    return response.finish_reason == "content_filter" || response.finish_reason == "refusal";
+}
+
+std::string identity_text(const JournalFields& fields) {
+    std::string text;
+    for (const auto& [name, value] : fields)
+        text += fmt::format("{}:{}{}:{}", name.size(), name, value.size(), value);
+    return text;
+}
+
+constexpr std::size_t read_ahead = 256;
+
+} // namespace
+
+const boost::system::error_category& journal_category() noexcept {
+    static const Category instance;
+    return instance;
+}
+
+error_code make_error_code(JournalErrc errc) noexcept { return {int(errc), journal_category()}; }
+
+namespace detail {
+
+JournalKey journal_key(std::string_view identity, std::string_view endpoint,
+                       std::string_view body) {
+    static EVP_MD* const sha256 = ::EVP_MD_fetch(nullptr, "SHA256", nullptr);
+    thread_local const std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> context{
+        ::EVP_MD_CTX_new(), ::EVP_MD_CTX_free};
+    ::EVP_DigestInit_ex(context.get(), sha256, nullptr);
+    const std::uint64_t sizes[] = {identity.size(), endpoint.size(), body.size()};
+    ::EVP_DigestUpdate(context.get(), sizes, sizeof sizes);
+    for (const auto part : {identity, endpoint, body})
+        ::EVP_DigestUpdate(context.get(), part.data(), part.size());
+    unsigned char digest[EVP_MAX_MD_SIZE];
+    ::EVP_DigestFinal_ex(context.get(), digest, nullptr);
+    JournalKey key;
+    static_assert(sizeof key == 16);
+    std::memcpy(&key, digest, sizeof key);
+    return key;
+}
+
+} // namespace detail
+
+struct Journal::Impl : std::enable_shared_from_this<Impl> {
+    struct Live {
+        Live(Request request_, TextSink on_text_, Handler handler_)
+            : stream(request_.stream), on_text(std::move(on_text_)), handler(std::move(handler_)) {}
+
+        bool stream;
+        TextSink on_text;
+        Handler handler;
+        asio::cancellation_signal cancel; // of the request to the inner backend
+        detail::JournalEntry* entry = nullptr;
+        std::int64_t item = 0, outcome = 0; // that is served
+        bool own = false;                   // of this run
+        bool repeatable = false;            // at temperature 0
+        bool asked = false;
+    };
+    struct Ended {
+        std::unique_ptr<Live> live;
+        Response response;
+        detail::JournalOutcome row;
+    };
+    struct Group {
+        std::vector<detail::JournalRow> rows;
+        std::deque<Ended> ended;
+        std::size_t bytes = 0;
+        bool empty() const { return rows.empty() && ended.empty(); }
+    };
+
+    Impl(asio::any_io_executor executor_, JournalOptions options_)
+        : executor(std::move(executor_)),
+          options(std::move(options_)),
+          timer(executor),
+          group(std::make_shared<Group>()),
+          worker(std::make_unique<Worker>()) {}
+
+    // Runs job(file) on the thread, then done(its failure) on the executor, which stays busy.
+    template <class Job, class Done>
+    void work(Job job, Done done) {
+        struct Parts {
+            Job job;
+            Done done;
+        };
+        auto parts = std::make_shared<Parts>(Parts{std::move(job), std::move(done)});
+        auto busy = asio::prefer(executor, asio::execution::outstanding_work.tracked);
+        worker->post([self = shared_from_this(), parts, busy]() mutable {
+            auto failure = parts->job(self->file);
+            // Nothing of it stays here: what callers gave is let go of on their thread.
+            asio::post(busy, [self = std::move(self), parts = std::move(parts),
+                              failure = std::move(failure)]() mutable {
+                parts->done(std::move(failure));
+            });
+        });
+    }
+
+    void answer(OpenHandler handler, Failure failure) {
+        detail::complete(executor, std::move(handler), failure.code, std::move(failure.detail));
+    }
+
+    void open(OpenHandler handler) {
+        work(
+            [path = options.path](std::unique_ptr<detail::JournalFile>& out) {
+                return detail::JournalFile::open(path, out);
+            },
+            [this, handler = std::move(handler)](Failure failure) mutable {
+                answer(std::move(handler), std::move(failure));
+            });
+    }
+
+    void begin(JournalRun run_, OpenHandler handler) {
+        run = std::move(run_);
+        identity = identity_text(run.identity);
+        auto begun = std::make_shared<detail::JournalFile::Begun>();
+        work(
+            [this, begun](std::unique_ptr<detail::JournalFile>& it) {
+                return it->begin(options, run, *begun);
+            },
+            [this, begun, handler = std::move(handler)](Failure failure) mutable {
+                if (!failure) {
+                    index = std::move(begun->index);
+                    last_item = begun->last_item;
+                    last_outcome = begun->last_outcome;
+                    resumed = begun->resumed > 0;
+                }
+                answer(std::move(handler), std::move(failure));
+            });
+    }
+
+    void close(OpenHandler handler) {
+        flush();
+        closed = true;
+        work(
+            [](std::unique_ptr<detail::JournalFile>& it) {
+                Failure failure;
+                if (it) failure = it->end();
+                it.reset();
+                return failure;
+            },
+            [this, handler = std::move(handler)](Failure failure) mutable {
+                answer(std::move(handler), broken ? Failure() : std::move(failure));
+            });
+    }
+
+    Text sent(const Request& request) const { return run.sent ? run.sent(request) : request.body; }
+
+    void submit(Request request, TextSink on_text, Handler handler) {
+        if (request.body.empty() && inner) // a GET
+            return inner->async_complete(std::move(request), std::move(on_text),
+                                         std::move(handler));
+        if (broken || closed) return refuse(std::move(handler));
+        const auto body = sent(request);
+        const auto key = detail::journal_key(identity, request.endpoint, body);
+        const auto decision = index.next(key);
+        const auto id = ++last_id;
+        auto& live =
+            *(all[id] = std::make_unique<Live>(request, std::move(on_text), std::move(handler)));
+        live.entry = &index.entry(key, decision.occurrence);
+        live.repeatable = at_temperature_zero(body);
+        live.item = decision.item;
+        if (live.item == 0) {
+            live.item = live.entry->item = ++last_item;
+            group->rows.push_back({live.item, key, decision.occurrence, request.name});
+            grown();
+        }
+        detail::on_cancel(live.handler, [weak = weak_from_this(), id] {
+            if (auto self = weak.lock()) self->cancel(id);
+        });
+        if (decision.outcome > 0) {
+            live.outcome = decision.outcome;
+            live.own = decision.outcome == live.entry->outcome;
+            served.push_back(id);
+            return read();
+        }
+        live.asked = true;
+        ++asked;
+        if (!inner) {
+            Response response;
+            response.outcome = Errc::cancelled;
+            response.detail = "the journal has nobody to ask";
+            return ended(id, std::move(response));
+        }
+        inner->async_complete(
+            std::move(request), TextSink(live.on_text),
+            asio::bind_executor(executor,
+                                asio::bind_cancellation_slot(
+                                    live.cancel.slot(),
+                                    [self = shared_from_this(), id](error_code, Response response) {
+                                        self->ended(id, std::move(response));
+                                    })));
+    }
+
+    void refuse(Handler handler) {
+        Response response;
+        response.outcome = Errc::cancelled;
+        response.detail = broken ? broken.detail : "the journal is closed";
+        finish(std::move(handler), std::move(response));
+    }
+
+    void finish(Handler handler, Response response) {
+        const auto code = response.outcome ? make_error_code(*response.outcome) : error_code();
+        detail::complete(executor, std::move(handler), code, std::move(response));
+    }
+
+    void ended(std::uint64_t id, Response response) {
+        --asked;
+        auto live = std::move(all.extract(id).mapped());
+        if (broken || closed) return refuse(std::move(live->handler));
+        if (response.outcome == Errc::cancelled) { // not run
+            finish(std::move(live->handler), std::move(response));
+            return flush_if_last();
+        }
+        record(std::move(live), std::move(response), 0);
+    }
+
+    void record(std::unique_ptr<Live> live, Response response, std::int64_t source) {
+        auto& it = group->ended.emplace_back();
+        it.live = std::move(live);
+        it.response = std::move(response);
+        it.row.outcome = ++last_outcome;
+        it.row.item = it.live->item;
+        it.row.shared = it.live->repeatable && !it.response.outcome && !filtered(it.response);
+        it.row.source = source;
+        group->bytes += it.response.body.size();
+        grown();
+    }
+
+    void grown() {
+        if (std::max(group->rows.size(), group->ended.size()) >= options.group ||
+            group->bytes >= options.group_bytes)
+            return flush();
+        if (group->rows.size() + group->ended.size() == 1) {
+            timer.expires_after(options.group_age);
+            timer.async_wait([weak = weak_from_this()](error_code ec) {
+                auto self = weak.lock();
+                if (!ec && self) self->flush();
+            });
+        }
+        flush_if_last();
+    }
+
+    // Nobody is under way who could join the group.
+    void flush_if_last() {
+        if (asked == 0 && !reading && served.empty() && !group->ended.empty()) flush();
+    }
+
+    void flush() {
+        timer.cancel();
+        if (group->empty() || broken) return;
+        auto full = std::exchange(group, std::make_shared<Group>());
+        for (auto& it : full->ended) it.row.response = &it.response;
+        work(
+            [full](std::unique_ptr<detail::JournalFile>& it) -> Failure {
+                if (!it) return {JournalErrc::unwritable, "the journal is closed"};
+                std::vector<detail::JournalOutcome> outcomes;
+                outcomes.reserve(full->ended.size());
+                for (const auto& one : full->ended) outcomes.push_back(one.row);
+                return it->write(full->rows, outcomes);
+            },
+            [this, full](Failure failure) {
+                if (failure) fail(std::move(failure));
+                for (auto& it : full->ended) deliver(it);
+            });
+    }
+
+    void deliver(Ended& it) {
+        if (broken) return refuse(std::move(it.live->handler));
+        auto& entry = *it.live->entry;
+        entry.outcome = it.row.outcome;
+        entry.failure = it.response.outcome;
+        give(*it.live, std::move(it.response));
+    }
+
+    void give(Live& live, Response response) {
+        if (!live.asked && live.stream && live.on_text && !response.text.empty())
+            live.on_text(response.text);
+        finish(std::move(live.handler), std::move(response));
+    }
+
+    // A few at a time: all that is served must not be in memory at once.
+    void read() {
+        if (reading || broken) return;
+        struct One {
+            std::unique_ptr<Live> live;
+            Response response;
+            std::int64_t source = 0;
+        };
+        auto batch = std::make_shared<std::vector<One>>();
+        while (!served.empty() && batch->size() < read_ahead) {
+            const auto it = all.find(served.front()); // gone: cancelled
+            served.pop_front();
+            if (it == all.end()) continue;
+            batch->push_back({std::move(it->second), {}, 0});
+            all.erase(it);
+        }
+        if (batch->empty()) return flush_if_last();
+        reading = true;
+        work(
+            [batch](std::unique_ptr<detail::JournalFile>& it) -> Failure {
+                if (!it) return {JournalErrc::unwritable, "the journal is closed"};
+                for (auto& one : *batch)
+                    if (auto failure = it->read(one.live->outcome, one.response, one.source))
+                        return failure;
+                return {};
+            },
+            [this, batch](Failure failure) {
+                reading = false;
+                if (failure) fail(std::move(failure));
+                for (auto& one : *batch) {
+                    one.response.from_journal = true;
+                    if (broken || (closed && !one.live->own))
+                        refuse(std::move(one.live->handler));
+                    else if (one.live->own)
+                        give(*one.live, std::move(one.response));
+                    else
+                        record(std::move(one.live), std::move(one.response), one.source);
+                }
+                // After the handlers, which are posted: they let go of what they were given.
+                asio::post(executor, [weak = weak_from_this()] {
+                    if (auto self = weak.lock()) self->read();
+                });
+            });
+    }
+
+    void cancel(std::uint64_t id) {
+        const auto it = all.find(id);
+        if (it == all.end()) return; // being read or committed
+        if (it->second->asked) return it->second->cancel.emit(asio::cancellation_type::terminal);
+        Response response;
+        response.outcome = Errc::cancelled;
+        response.detail = "cancelled";
+        auto live = std::move(all.extract(it).mapped());
+        finish(std::move(live->handler), std::move(response));
+    }
+
+    void fail(Failure failure) {
+        if (broken) return;
+        broken = std::move(failure);
+        if (options.on_failure) options.on_failure(broken);
+        std::vector<std::uint64_t> ids;
+        for (const auto& [id, live] : all) ids.push_back(id);
+        for (const auto id : ids) cancel(id);
+        for (auto& it : group->ended) refuse(std::move(it.live->handler));
+        group = std::make_shared<Group>();
+        timer.cancel();
+    }
+
+    asio::any_io_executor executor;
+    JournalOptions options;
+    JournalRun run;
+    std::string identity;
+    Backend* inner = nullptr;
+    detail::JournalIndex index;
+    asio::steady_timer timer; // of the group
+    std::shared_ptr<Group> group;
+    std::unordered_map<std::uint64_t, std::unique_ptr<Live>> all;
+    std::deque<std::uint64_t> served; // not read yet
+    std::uint64_t last_id = 0;
+    std::int64_t last_item = 0, last_outcome = 0;
+    std::size_t asked = 0; // of the inner backend, not ended
+    bool reading = false, resumed = false, closed = false;
+    Failure broken;
+    std::unique_ptr<detail::JournalFile> file; // the worker's
+    std::unique_ptr<Worker> worker;
+};
+
+Journal::Journal(asio::any_io_executor executor, JournalOptions options)
+    : impl_(std::make_shared<Impl>(std::move(executor), std::move(options))) {}
+
+Journal::~Journal() {
+    impl_->flush();
+    impl_->worker->post([impl = impl_.get()] {
+        if (impl->file) impl->file->end();
+        impl->file.reset();
+    });
+    impl_->worker->stop();
+}
+
+asio::any_io_executor Journal::get_executor() noexcept { return impl_->executor; }
+void Journal::connect(Backend& inner) { impl_->inner = &inner; }
+void Journal::rewind() { impl_->index.rewind(); }
+bool Journal::resumed() const { return impl_->resumed; }
+bool Journal::failed() const { return bool(impl_->broken); }
+void Journal::open(OpenHandler handler) { impl_->open(std::move(handler)); }
+void Journal::begin(JournalRun run, OpenHandler handler) {
+    impl_->begin(std::move(run), std::move(handler));
+}
+void Journal::close(OpenHandler handler) { impl_->close(std::move(handler)); }
+
+bool Journal::holds(const std::vector<const Request*>& requests) const {
+    if (impl_->index.size() < requests.size()) return false;
+    std::map<std::pair<std::uint64_t, std::uint64_t>, std::uint32_t> counts;
+    for (const auto* request : requests) {
+        const auto key =
+            detail::journal_key(impl_->identity, request->endpoint, impl_->sent(*request));
+        if (impl_->index.decide(key, counts[{key.high, key.low}]++).outcome == 0) return false;
+    }
+    return true;
+}
+
+void Journal::start_complete(Request request, TextSink on_text, Handler handler) {
+    impl_->submit(std::move(request), std::move(on_text), std::move(handler));
+}
+
+std::string model_files(const std::string& model) {
+    namespace fs = std::filesystem;
+    std::error_code ec;
+    if (model.empty() || !fs::exists(model, ec)) return {};
+    std::vector<std::string> files;
+    const auto add = [&](const fs::path& path) {
+        const auto size = fs::file_size(path, ec);
+        const auto time = fs::last_write_time(path, ec).time_since_epoch().count();
+        files.push_back(
+            fmt::format("{} {} {}\n", fs::relative(path, model, ec).string(), size, time));
+    };
+    if (fs::is_directory(model, ec)) {
+        constexpr std::size_t enough = 10000;
+        for (auto it =
+                 fs::recursive_directory_iterator(model,
+                                                  fs::directory_options::follow_directory_symlink |
+                                                      fs::directory_options::skip_permission_denied,
+                                                  ec);
+             !ec && it != fs::recursive_directory_iterator() && files.size() < enough;
+             it.increment(ec)) {
+            if (it->path().filename().string().starts_with('.')) continue; // the desktop's
+            if (it->is_regular_file(ec)) add(it->path());
+        }
+    } else {
+        add(model);
+    }
+    std::sort(files.begin(), files.end());
+    std::string all;
+    for (const auto& it : files) all += it;
+    const auto key = detail::journal_key("model", "", all);
+    return fmt::format("{:016x}{:016x}", key.high, key.low);
+}
+
+} // namespace evalrt

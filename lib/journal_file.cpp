@@ -1,0 +1,691 @@
+// The only file that includes SQLite.
+//
+// An item is written when it is asked for, an outcome when it ends; no row is changed afterwards.
+// Bodies are a table of their own, so that resuming and reporting do not read through them, and in
+// pieces, so that pages are full whatever their length.
+#include "journal_file.hpp"
+
+#include "json_text.hpp"
+
+#include <boost/json/object.hpp>
+#include <boost/json/parse.hpp>
+#include <boost/json/serialize.hpp>
+
+#include <fmt/format.h>
+#include <sqlite3.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+#include <unordered_map>
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace evalrt::detail {
+namespace {
+
+namespace json = boost::json;
+
+constexpr int application_id = 0x45765274; // "EvRt"
+constexpr int format_version = 1;
+constexpr std::size_t piece_size = 2000;
+
+// Ids of an outcome's pieces: bodies are at most 64 MB.
+constexpr int piece_bits = 16;
+
+constexpr const char* schema = R"(
+CREATE TABLE runs(id INTEGER PRIMARY KEY, suite TEXT, identity TEXT, config TEXT, server_version TEXT);
+CREATE TABLE sessions(id INTEGER PRIMARY KEY, run INTEGER, pid INTEGER, started INTEGER, ended INTEGER);
+CREATE TABLE items(id INTEGER PRIMARY KEY, run INTEGER, key BLOB, occurrence INTEGER, name TEXT);
+CREATE TABLE outcomes(id INTEGER PRIMARY KEY, item INTEGER, session INTEGER, at INTEGER, failure TEXT,
+    shared INTEGER, source INTEGER, status INTEGER, attempts INTEGER, prompt_tokens INTEGER,
+    cached_tokens INTEGER, completion_tokens INTEGER, expected_cached INTEGER, maximum_cached INTEGER,
+    queued_us INTEGER, first_text_us INTEGER, last_text_us INTEGER, total_us INTEGER, detail TEXT,
+    size INTEGER, text, finish_reason, request_id);
+CREATE TABLE bodies(id INTEGER PRIMARY KEY, piece BLOB);
+)";
+
+constexpr const char* outcome_columns =
+    "o.failure, o.source, o.status, o.attempts, o.prompt_tokens, o.cached_tokens, "
+    "o.completion_tokens, o.expected_cached, o.maximum_cached, o.queued_us, o.first_text_us, "
+    "o.last_text_us, o.total_us, o.detail";
+
+std::int64_t unix_ms() {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(
+               std::chrono::system_clock::now().time_since_epoch())
+        .count();
+}
+
+std::optional<Errc> errc_of(std::string_view text) {
+    for (int i = 1; i <= int(Errc::poison); ++i)
+        if (name(Errc(i)) == text) return Errc(i);
+    return {};
+}
+
+std::string to_json(const JournalFields& fields) {
+    json::object object;
+    for (const auto& [key, value] : fields) object[key] = value;
+    return json::serialize(object);
+}
+
+JournalFields from_json(std::string_view text) {
+    JournalFields fields;
+    error_code ec;
+    const auto value = json::parse(text, ec);
+    if (ec || !value.is_object()) return fields;
+    for (const auto& [key, it] : value.get_object())
+        if (it.is_string()) fields.emplace_back(key, it.get_string());
+    return fields;
+}
+
+// Where `text` stands in the body, as a JSON string: it is not kept a second time.
+std::optional<std::int64_t> place_of(const std::string& text, const std::string& body) {
+    if (text.size() >= body.size()) return {};
+    const auto quoted = json_string(text);
+    const auto* at =
+        static_cast<const char*>(::memmem(body.data(), body.size(), quoted.data(), quoted.size()));
+    if (!at) return {};
+    return (std::int64_t(at - body.data()) << 32) | std::int64_t(quoted.size());
+}
+
+std::int64_t micros(Timing::Millis value) { return std::llround(value.count() * 1000); }
+Timing::Millis millis(std::int64_t value) { return Timing::Millis(double(value) / 1000); }
+
+} // namespace
+
+struct JournalFile::Trouble {
+    Failure failure;
+};
+
+class JournalFile::Statement {
+public:
+    Statement(JournalFile& file, const char* sql) : file_(file) {
+        const int code = ::sqlite3_prepare_v3(file.db_, sql, -1, SQLITE_PREPARE_PERSISTENT,
+                                              &statement_, nullptr);
+        if (code != SQLITE_OK) file.trouble(code, "read");
+    }
+    Statement(const Statement&) = delete;
+    Statement& operator=(const Statement&) = delete;
+    ~Statement() { ::sqlite3_finalize(statement_); }
+
+    Statement& reset() {
+        ::sqlite3_reset(statement_);
+        next_ = 1;
+        return *this;
+    }
+    Statement& null() {
+        ::sqlite3_bind_null(statement_, next_++);
+        return *this;
+    }
+    Statement& add(std::int64_t value) {
+        ::sqlite3_bind_int64(statement_, next_++, value);
+        return *this;
+    }
+    Statement& add(const std::optional<std::int64_t>& value) {
+        return value ? add(*value) : null();
+    }
+    Statement& add(const std::optional<Timing::Millis>& value) {
+        return value ? add(micros(*value)) : null();
+    }
+    /// The text must stay until the step.
+    Statement& add(std::string_view text) {
+        if (text.empty()) return null();
+        ::sqlite3_bind_text64(statement_, next_++, text.data(), text.size(), SQLITE_STATIC,
+                              SQLITE_UTF8);
+        return *this;
+    }
+    Statement& blob(const void* data, std::size_t size) {
+        ::sqlite3_bind_blob64(statement_, next_++, data, size, SQLITE_STATIC);
+        return *this;
+    }
+    /// A string of the body as its place there.
+    Statement& add_part(const std::string& text, const std::string& body) {
+        if (text.empty()) return null();
+        if (const auto place = place_of(text, body)) return add(*place);
+        return add(std::string_view(text));
+    }
+
+    /// Whether there is a row.
+    bool step(const char* doing) {
+        const int code = ::sqlite3_step(statement_);
+        if (code == SQLITE_ROW) return true;
+        if (code != SQLITE_DONE) {
+            ::sqlite3_reset(statement_);
+            file_.trouble(code, doing);
+        }
+        return false;
+    }
+
+    bool is_null(int column) const {
+        return ::sqlite3_column_type(statement_, column) == SQLITE_NULL;
+    }
+    std::int64_t integer(int column) const { return ::sqlite3_column_int64(statement_, column); }
+    std::optional<std::int64_t> maybe(int column) const {
+        if (is_null(column)) return {};
+        return integer(column);
+    }
+    std::string_view text(int column) const {
+        const auto* data = ::sqlite3_column_blob(statement_, column);
+        if (!data) return {};
+        return {static_cast<const char*>(data),
+                std::size_t(::sqlite3_column_bytes(statement_, column))};
+    }
+    std::string part(int column, const std::string& body) const {
+        if (::sqlite3_column_type(statement_, column) != SQLITE_INTEGER)
+            return std::string(text(column));
+        const auto place = integer(column);
+        const auto at = std::size_t(place >> 32), size = std::size_t(place & 0xFFFFFFFF);
+        if (at + size > body.size()) return {};
+        return from_json_string(std::string_view(body).substr(at, size));
+    }
+
+private:
+    JournalFile& file_;
+    sqlite3_stmt* statement_ = nullptr;
+    int next_ = 1;
+};
+
+void JournalFile::trouble(int code, const char* doing) {
+    const int primary = code & 0xFF;
+    std::string why = db_ ? ::sqlite3_errmsg(db_) : ::sqlite3_errstr(code);
+    if (primary == SQLITE_IOERR)
+        if (const int number = db_ ? ::sqlite3_system_errno(db_) : 0)
+            why += fmt::format(" ({})", std::strerror(number));
+    auto errc = JournalErrc::unwritable;
+    if (primary == SQLITE_CORRUPT || primary == SQLITE_NOTADB)
+        errc = JournalErrc::corrupt;
+    else if (primary == SQLITE_FULL)
+        why = "the disk is full";
+    else if (primary == SQLITE_READONLY)
+        why = "it is read-only";
+    if (errc == JournalErrc::corrupt)
+        throw Trouble{{errc, fmt::format("the journal {} is damaged ({}); it is left as it is: "
+                                         "move it away, or restore a copy",
+                                         path_, why)}};
+    throw Trouble{{errc, fmt::format("cannot {} the journal {}: {}", doing, path_, why)}};
+}
+
+template <class F>
+Failure JournalFile::guarded(const char* doing, F f) {
+    try {
+        f();
+        return {};
+    } catch (const Trouble& trouble) {
+        return trouble.failure;
+    } catch (const std::bad_alloc&) {
+        return {JournalErrc::unwritable,
+                fmt::format("cannot {} the journal {}: out of memory", doing, path_)};
+    }
+}
+
+// A lock of our own: SQLite's would keep readers out too, and does not know who has it. The kernel
+// drops it with the process; the file may stay behind.
+void JournalFile::lock() {
+    const auto lock_path = path_ + ".lock";
+    const auto fail = [&](const char* doing) {
+        throw Trouble{{JournalErrc::unwritable,
+                       fmt::format("cannot {} {}: {}", doing, lock_path, std::strerror(errno))}};
+    };
+    for (int attempt = 0;; ++attempt) {
+        const int fd = ::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+        if (fd < 0) fail("write");
+        if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+            const int number = errno;
+            char text[32] = {};
+            [[maybe_unused]] const auto got = ::pread(fd, text, sizeof text - 1, 0);
+            ::close(fd);
+            if (number != EWOULDBLOCK) {
+                errno = number;
+                fail("lock");
+            }
+            const long pid = std::atol(text);
+            if (pid == 0 && attempt < 50) { // it has not written it yet
+                std::this_thread::sleep_for(std::chrono::milliseconds(10));
+                continue;
+            }
+            throw Trouble{{JournalErrc::in_use,
+                           fmt::format("the journal {} is in use by the process {}: wait for it, "
+                                       "or use another file",
+                                       path_, pid)}};
+        }
+        // The one before us may have deleted the file between our opening and our locking.
+        struct stat ours, there;
+        if (::fstat(fd, &ours) != 0 || ::stat(lock_path.c_str(), &there) != 0 ||
+            ours.st_ino != there.st_ino) {
+            ::close(fd);
+            continue;
+        }
+        lock_ = fd;
+        const auto pid = std::to_string(::getpid()) + "\n";
+        if (::ftruncate(fd, 0) != 0 || ::pwrite(fd, pid.data(), pid.size(), 0) < 0) {
+            const int number = errno;
+            unlock();
+            errno = number;
+            fail("write");
+        }
+        return;
+    }
+}
+
+void JournalFile::unlock() {
+    if (lock_ < 0) return;
+    ::unlink((path_ + ".lock").c_str());
+    ::close(lock_);
+    lock_ = -1;
+}
+
+void JournalFile::execute(const char* sql) {
+    const int code = ::sqlite3_exec(db_, sql, nullptr, nullptr, nullptr);
+    if (code != SQLITE_OK) trouble(code, "write");
+}
+
+JournalFile::Statement& JournalFile::prepare(std::unique_ptr<Statement>& slot, const char* sql) {
+    if (!slot) slot = std::make_unique<Statement>(*this, sql);
+    return slot->reset();
+}
+
+void JournalFile::connect(int flags) {
+    const int code = ::sqlite3_open_v2(path_.c_str(), &db_, flags | SQLITE_OPEN_NOMUTEX, nullptr);
+    if (code != SQLITE_OK) trouble(code, "open");
+    ::sqlite3_extended_result_codes(db_, 1);
+    ::sqlite3_busy_timeout(db_, 10000);
+}
+
+// Whole or not at all: made beside its place, then moved there.
+void JournalFile::create() {
+    const auto path = path_;
+    const auto made = path + ".new";
+    ::unlink(made.c_str());
+    ::unlink((made + "-journal").c_str());
+    path_ = made;
+    connect(SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE);
+    execute("PRAGMA page_size = 16384");
+    execute(fmt::format("PRAGMA application_id = {}; PRAGMA user_version = {}; BEGIN; {} COMMIT",
+                        application_id, format_version, schema)
+                .c_str());
+    execute("PRAGMA journal_mode = WAL");
+    ::sqlite3_close(db_);
+    db_ = nullptr;
+    path_ = path;
+    if (::rename(made.c_str(), path.c_str()) != 0)
+        throw Trouble{{JournalErrc::unwritable,
+                       fmt::format("cannot write the journal {}: {}", path, std::strerror(errno))}};
+    auto folder = std::filesystem::path(path).parent_path();
+    if (folder.empty()) folder = ".";
+    if (const int fd = ::open(folder.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
+        ::fsync(fd);
+        ::close(fd);
+    }
+}
+
+// Before SQLite sees it: it would begin to repair what is not ours.
+void JournalFile::check_header() {
+    std::ifstream file(path_, std::ios::binary);
+    unsigned char head[100] = {};
+    file.read(reinterpret_cast<char*>(head), sizeof head);
+    const auto number = [&](int at) {
+        return int(unsigned(head[at]) << 24 | unsigned(head[at + 1]) << 16 |
+                   unsigned(head[at + 2]) << 8 | head[at + 3]);
+    };
+    if (!file || std::memcmp(head, "SQLite format 3", 16) != 0 || number(68) != application_id)
+        throw Trouble{{JournalErrc::foreign,
+                       fmt::format("{} is not a journal of evalrt; it is left as it is: give "
+                                   "--journal another file",
+                                   path_)}};
+    if (number(60) > format_version)
+        throw Trouble{{JournalErrc::foreign,
+                       fmt::format("the journal {} was written by a later version of evalrt (its "
+                                   "format is {}, this one knows {})",
+                                   path_, number(60), format_version)}};
+}
+
+Failure JournalFile::open(const std::string& path, std::unique_ptr<JournalFile>& out) {
+    out.reset(new JournalFile);
+    auto& file = *out;
+    file.path_ = path;
+    auto failure = file.guarded("open", [&] {
+        struct stat info;
+        if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode))
+            throw Trouble{{JournalErrc::foreign, fmt::format("{} is not a file", path)}};
+        file.lock();
+        if (::stat(path.c_str(), &info) != 0 || info.st_size == 0) file.create();
+        file.check_header();
+        file.connect(SQLITE_OPEN_READWRITE);
+        if (::sqlite3_db_readonly(file.db_, "main") == 1) file.trouble(SQLITE_READONLY, "write");
+        // An fsync for each group: an answer that was delivered survives a power cut too.
+        file.execute("PRAGMA synchronous = FULL");
+        file.execute("PRAGMA checkpoint_fullfsync = 1"); // of macOS, whose fsync is none
+        Statement check(file, "PRAGMA quick_check(1)");
+        if (!check.step("read") || check.text(0) != "ok")
+            throw Trouble{{JournalErrc::corrupt,
+                           fmt::format("the journal {} is damaged ({}); it is left as it is: move "
+                                       "it away, or restore a copy",
+                                       path, check.text(0))}};
+    });
+    if (failure) out.reset();
+    return failure;
+}
+
+Failure JournalFile::open_to_read(const std::string& path, std::unique_ptr<JournalFile>& out) {
+    out.reset(new JournalFile);
+    auto& file = *out;
+    file.path_ = path;
+    auto failure = file.guarded("open", [&] {
+        if (::access(path.c_str(), R_OK) != 0)
+            throw Trouble{{JournalErrc::foreign,
+                           fmt::format("cannot open {}: {}", path, std::strerror(errno))}};
+        file.check_header();
+        file.connect(SQLITE_OPEN_READONLY);
+        file.execute("BEGIN"); // all reads see one moment
+        Statement(file, "SELECT count(*) FROM runs").step("read");
+    });
+    if (failure) out.reset();
+    return failure;
+}
+
+JournalFile::~JournalFile() {
+    for (auto* slot :
+         {&insert_item_, &insert_outcome_, &insert_body_, &select_outcome_, &select_body_})
+        slot->reset();
+    if (db_) ::sqlite3_close_v2(db_);
+    unlock();
+}
+
+Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run, Begun& out) {
+    return guarded("write", [&] {
+        auto config = run.identity;
+        config.insert(config.end(), options.settings.begin(), options.settings.end());
+        std::int64_t run_id = 0;
+        bool known = false;
+        std::string difference;
+        bool same_suite = false;
+        Statement runs(*this,
+                       "SELECT id, suite, config, server_version FROM runs ORDER BY id DESC");
+        while (options.mode == JournalMode::resume && run_id == 0 && runs.step("read")) {
+            auto before = from_json(runs.text(2));
+            auto now = config;
+            // Before the first answer nobody knows it.
+            if (!runs.text(3).empty() && !run.server_version.empty()) {
+                before.emplace_back("server_version", runs.text(3));
+                now.emplace_back("server_version", run.server_version);
+            }
+            const auto text = journal_difference(before, now);
+            const bool suite = runs.text(1) == options.suite;
+            known |= text.empty();
+            if (text.empty() && suite) run_id = runs.integer(0);
+            if (difference.empty() || (suite && !same_suite)) difference = text;
+            same_suite |= suite;
+        }
+        if (run_id == 0 && !known && !difference.empty())
+            throw Trouble{{JournalErrc::changed,
+                           fmt::format("the journal {} belongs to another configuration: {}; give "
+                                       "--journal another file, or --journal-mode append to add a "
+                                       "run to this one",
+                                       path_, difference)}};
+        runs.reset();
+        execute("BEGIN IMMEDIATE");
+        const auto identity = to_json(run.identity), text = to_json(config);
+        if (run_id == 0) {
+            Statement insert(*this, "INSERT INTO runs(suite, identity, config, server_version) "
+                                    "VALUES(?, ?, ?, ?)");
+            insert.add(std::string_view(options.suite)).add(std::string_view(identity));
+            insert.add(std::string_view(text)).add(std::string_view(run.server_version));
+            insert.step("write");
+            run_id = ::sqlite3_last_insert_rowid(db_);
+        } else if (!run.server_version.empty()) {
+            Statement update(*this, "UPDATE runs SET server_version = ? WHERE id = ?");
+            update.add(std::string_view(run.server_version)).add(run_id).step("write");
+        }
+        started_ = unix_ms();
+        Statement insert(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, ?, ?)");
+        insert.add(run_id).add(std::int64_t(::getpid())).add(started_).step("write");
+        session_ = ::sqlite3_last_insert_rowid(db_);
+        execute("COMMIT");
+        read_index(options, run, run_id, out);
+    });
+}
+
+void JournalFile::read_index(const JournalOptions& options, const JournalRun& run,
+                             std::int64_t run_id, Begun& out) {
+    out.index = JournalIndex(options.final_failures);
+    std::vector<JournalEntry*> entries; // by item
+    struct Foreign {
+        JournalEntry* entry = nullptr;
+    };
+    std::vector<Foreign> foreign;
+    Statement last(*this, "SELECT (SELECT max(id) FROM items), (SELECT max(id) FROM outcomes)");
+    last.step("read");
+    out.last_item = last.integer(0);
+    out.last_outcome = last.integer(1);
+    // Ids are dense: they are counted up, and no row is deleted.
+    out.index.reserve(std::size_t(out.last_item));
+    entries.resize(std::size_t(out.last_item) + 1);
+    foreign.resize(std::size_t(out.last_item) + 1);
+
+    // Runs whose answers may be served to this one.
+    std::vector<std::int64_t> related;
+    const auto identity = to_json(run.identity);
+    Statement runs(*this, "SELECT id, identity, server_version FROM runs");
+    while (runs.step("read"))
+        if (runs.integer(0) != run_id && runs.text(1) == identity &&
+            runs.text(2) == run.server_version)
+            related.push_back(runs.integer(0));
+
+    Statement items(*this, "SELECT id, run, key, occurrence FROM items");
+    while (items.step("read")) {
+        const auto id = items.integer(0), of = items.integer(1);
+        const bool own = of == run_id;
+        if (!own && std::find(related.begin(), related.end(), of) == related.end()) continue;
+        JournalKey key;
+        const auto bytes = items.text(2);
+        if (bytes.size() != sizeof key) trouble(SQLITE_CORRUPT, "read");
+        std::memcpy(&key, bytes.data(), sizeof key);
+        auto& entry = out.index.entry(key, std::uint32_t(items.integer(3)));
+        if (own) entry.item = id;
+        (own ? entries[std::size_t(id)] : foreign[std::size_t(id)].entry) = &entry;
+    }
+    Statement outcomes(*this, "SELECT id, item, failure, shared FROM outcomes");
+    while (outcomes.step("read")) {
+        const auto id = outcomes.integer(0);
+        const auto item = outcomes.integer(1);
+        if (item < 1 || item > out.last_item) trouble(SQLITE_CORRUPT, "read");
+        std::optional<Errc> failure;
+        if (!outcomes.is_null(2)) failure = errc_of(outcomes.text(2)).value_or(Errc::malformed);
+        if (auto* entry = entries[std::size_t(item)]) {
+            ++out.resumed;
+            if (entry->outcome > 0 && !entry->failure) continue; // an answer stands
+            entry->outcome = id;
+            entry->failure = failure;
+        } else if (auto* other = foreign[std::size_t(item)].entry) {
+            if (!failure && (outcomes.integer(3) != 0 || options.reuse_sampled)) other->shared = id;
+        }
+    }
+}
+
+Failure JournalFile::write(const std::vector<JournalRow>& rows,
+                           const std::vector<JournalOutcome>& outcomes) {
+    auto failure = guarded("write", [&] {
+        execute("BEGIN IMMEDIATE");
+        Statement run(*this, "SELECT run FROM sessions WHERE id = ?");
+        run.add(session_).step("read");
+        const auto run_id = run.integer(0);
+        run.reset();
+        for (const auto& row : rows) {
+            auto& insert = prepare(insert_item_, "INSERT INTO items VALUES(?, ?, ?, ?, ?)");
+            insert.add(row.item).add(run_id).blob(&row.key, sizeof row.key);
+            insert.add(std::int64_t(row.occurrence)).add(std::string_view(row.name));
+            insert.step("write");
+        }
+        const auto at = unix_ms() - started_;
+        for (const auto& it : outcomes) {
+            const auto& response = *it.response;
+            const auto& timing = response.timing;
+            const auto& body = response.body;
+            auto& insert = prepare(
+                insert_outcome_, "INSERT INTO outcomes VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, "
+                                 "?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)");
+            insert.add(it.outcome).add(it.item).add(session_).add(at);
+            insert.add(response.outcome ? name(*response.outcome) : std::string_view());
+            insert.add(std::int64_t(it.shared));
+            insert.add(it.source > 0 ? std::optional(it.source) : std::nullopt);
+            insert.add(std::int64_t(response.status)).add(std::int64_t(response.attempts));
+            insert.add(response.usage.prompt_tokens).add(response.usage.cached_tokens);
+            insert.add(response.usage.completion_tokens);
+            insert.add(response.expected_cached).add(response.maximum_cached);
+            insert.add(micros(timing.queued)).add(timing.first_text).add(timing.last_text);
+            insert.add(micros(timing.total)).add(std::string_view(response.detail));
+            if (it.source > 0)
+                insert.null().null().null().null();
+            else
+                insert.add(std::int64_t(body.size()))
+                    .add_part(response.text, body)
+                    .add_part(response.finish_reason, body)
+                    .add_part(response.request_id, body);
+            insert.step("write");
+            if (it.source > 0) continue;
+            for (std::size_t at_byte = 0, n = 0; at_byte < body.size();
+                 at_byte += piece_size, ++n) {
+                auto& piece = prepare(insert_body_, "INSERT INTO bodies VALUES(?, ?)");
+                piece.add((it.outcome << piece_bits) + std::int64_t(n));
+                piece.blob(body.data() + at_byte, std::min(piece_size, body.size() - at_byte));
+                piece.step("write");
+            }
+        }
+        execute("COMMIT");
+    });
+    if (failure && db_ && !::sqlite3_get_autocommit(db_))
+        ::sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
+    return failure;
+}
+
+std::string JournalFile::body_of(std::int64_t outcome, std::int64_t size) {
+    std::string body;
+    body.reserve(std::size_t(size));
+    auto& pieces = prepare(select_body_, "SELECT piece FROM bodies WHERE id BETWEEN ? AND ?");
+    pieces.add(outcome << piece_bits).add((outcome << piece_bits) + (1 << piece_bits) - 1);
+    while (pieces.step("read")) body += pieces.text(0);
+    pieces.reset();
+    if (body.size() != std::size_t(size)) trouble(SQLITE_CORRUPT, "read");
+    return body;
+}
+
+// What a row of outcome_columns says.
+void JournalFile::fill(const Statement& row, Response& response) {
+    if (!row.is_null(0)) response.outcome = errc_of(row.text(0)).value_or(Errc::malformed);
+    response.from_journal = !row.is_null(1);
+    response.status = int(row.integer(2));
+    response.attempts = unsigned(row.integer(3));
+    response.usage = {row.maybe(4), row.maybe(5), row.maybe(6)};
+    response.expected_cached = row.maybe(7);
+    response.maximum_cached = row.maybe(8);
+    const auto time = [&](int column) -> std::optional<Timing::Millis> {
+        if (row.is_null(column)) return {};
+        return millis(row.integer(column));
+    };
+    response.timing.queued = time(9).value_or(Timing::Millis(0));
+    response.timing.first_text = time(10);
+    response.timing.last_text = time(11);
+    response.timing.total = time(12).value_or(Timing::Millis(0));
+    response.detail = std::string(row.text(13));
+}
+
+Failure JournalFile::read(std::int64_t outcome, Response& response, std::int64_t& holder) {
+    return guarded("read", [&] {
+        static const auto sql = fmt::format("SELECT {}, o.size, o.text, o.finish_reason, "
+                                            "o.request_id, o.id FROM outcomes o WHERE o.id = ?",
+                                            outcome_columns);
+        auto& row = prepare(select_outcome_, sql.c_str());
+        if (!row.add(outcome).step("read")) trouble(SQLITE_CORRUPT, "read");
+        fill(row, response);
+        if (const auto source = row.maybe(1))
+            if (!row.reset().add(*source).step("read")) trouble(SQLITE_CORRUPT, "read");
+        holder = row.integer(18);
+        response.body = body_of(holder, row.integer(14));
+        response.text = row.part(15, response.body);
+        response.finish_reason = row.part(16, response.body);
+        response.request_id = row.part(17, response.body);
+        row.reset();
+    });
+}
+
+Failure JournalFile::summary(JournalSummary& summary,
+                             const std::function<void(const JournalItem&)>& on_item) {
+    summary = {};
+    return guarded("read", [&] {
+        Statement runs(*this,
+                       "SELECT id, suite, config, server_version, (SELECT count(*) FROM runs) "
+                       "FROM runs ORDER BY id DESC LIMIT 1");
+        if (!runs.step("read")) return;
+        const auto run = runs.integer(0);
+        summary.suite = std::string(runs.text(1));
+        summary.config = from_json(runs.text(2));
+        summary.server_version = std::string(runs.text(3));
+        summary.runs = runs.integer(4);
+        Statement count(*this, "SELECT count(*) FROM sessions WHERE run = ?");
+        count.add(run).step("read");
+        summary.sessions = count.integer(0);
+        // The time of a session's last outcome, after its start.
+        Statement walls(*this,
+                        "SELECT sum(last) FROM (SELECT max(o.at) AS last FROM outcomes o JOIN "
+                        "sessions s ON s.id = o.session WHERE s.run = ? GROUP BY o.session)");
+        walls.add(run).step("read");
+        summary.wall_seconds = double(walls.integer(0)) / 1000;
+        if (std::ifstream lock(path_ + ".lock"); lock) {
+            std::int64_t pid = 0;
+            if (lock >> pid && pid > 0 && (::kill(pid_t(pid), 0) == 0 || errno == EPERM))
+                summary.pid = pid;
+        }
+        std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
+        Statement outcomes(*this, "SELECT id, item, failure FROM outcomes");
+        while (outcomes.step("read")) {
+            auto& [outcome, answered] = latest[outcomes.integer(1)];
+            if (answered) continue;
+            outcome = outcomes.integer(0);
+            answered = outcomes.is_null(2);
+        }
+        const auto sql = fmt::format("SELECT {} FROM outcomes o WHERE o.id = ?", outcome_columns);
+        Statement outcome(*this, sql.c_str());
+        Statement items(*this, "SELECT id, name FROM items WHERE run = ?");
+        items.add(run);
+        while (items.step("read")) {
+            JournalItem item;
+            item.name = std::string(items.text(1));
+            if (const auto it = latest.find(items.integer(0)); it != latest.end()) {
+                if (!outcome.reset().add(it->second.first).step("read"))
+                    trouble(SQLITE_CORRUPT, "read");
+                fill(outcome, item.response.emplace());
+            }
+            on_item(item);
+        }
+    });
+}
+
+Failure JournalFile::end() {
+    return guarded("write", [&] {
+        Statement update(*this, "UPDATE sessions SET ended = ? WHERE id = ?");
+        update.add(unix_ms() - started_).add(session_).step("write");
+    });
+}
+
+} // namespace evalrt::detail
+
+namespace evalrt {
+
+Failure read_journal(const std::string& path, JournalSummary& summary,
+                     const std::function<void(const JournalItem&)>& on_item) {
+    std::unique_ptr<detail::JournalFile> file;
+    if (auto failure = detail::JournalFile::open_to_read(path, file)) return failure;
+    return file->summary(summary, on_item);
+}
+
+} // namespace evalrt

@@ -1,0 +1,89 @@
+// The journal's file: SQLite behind it, rows in front. Belongs to one thread at a time.
+#ifndef EVALRT_LIB_JOURNAL_FILE_HPP
+#define EVALRT_LIB_JOURNAL_FILE_HPP
+
+#include "evalrt/detail/journal_core.hpp"
+#include "evalrt/journal.hpp"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+struct sqlite3;
+struct sqlite3_stmt;
+
+namespace evalrt::detail {
+
+struct JournalRow { // of an item that this run had not asked before
+    std::int64_t item = 0;
+    JournalKey key;
+    std::uint32_t occurrence = 0;
+    std::string name;
+};
+
+struct JournalOutcome {
+    std::int64_t outcome = 0, item = 0;
+    const Response* response = nullptr;
+    bool shared = false;     // later runs may be served it
+    std::int64_t source = 0; // the outcome that it was served from; the body is there
+};
+
+class JournalFile {
+public:
+    /// Makes the file if there is none, checks it if there is one, and keeps others from writing.
+    static Failure open(const std::string& path, std::unique_ptr<JournalFile>& out);
+    static Failure open_to_read(const std::string& path, std::unique_ptr<JournalFile>& out);
+    ~JournalFile();
+
+    struct Begun {
+        JournalIndex index;
+        std::int64_t last_item = 0, last_outcome = 0;
+        std::size_t resumed = 0; // outcomes of the run
+    };
+    /// Finds or adds the run, starts a session of it, and reads what is there.
+    Failure begin(const JournalOptions& options, const JournalRun& run, Begun& out);
+
+    /// One transaction.
+    Failure write(const std::vector<JournalRow>& rows, const std::vector<JournalOutcome>& outcomes);
+
+    /// An outcome with its body and text; holder: whose body it is.
+    Failure read(std::int64_t outcome, Response& response, std::int64_t& holder);
+
+    Failure summary(JournalSummary& summary,
+                    const std::function<void(const JournalItem&)>& on_item);
+
+    /// The session has ended.
+    Failure end();
+
+private:
+    class Statement;
+    struct Trouble;
+    JournalFile() = default;
+
+    void lock();
+    void unlock();
+    void create();
+    void check_header();
+    void connect(int flags);
+    void execute(const char* sql);
+    Statement& prepare(std::unique_ptr<Statement>& slot, const char* sql);
+    void read_index(const JournalOptions& options, const JournalRun& run, std::int64_t run_id,
+                    Begun& out);
+    static void fill(const Statement& row, Response& response);
+    std::string body_of(std::int64_t outcome, std::int64_t size);
+    [[noreturn]] void trouble(int code, const char* doing);
+    template <class F>
+    Failure guarded(const char* doing, F f);
+
+    std::string path_;
+    sqlite3* db_ = nullptr;
+    int lock_ = -1;
+    std::int64_t session_ = 0;
+    std::int64_t started_ = 0; // of the session, ms since 1970
+    std::unique_ptr<Statement> insert_item_, insert_outcome_, insert_body_, select_outcome_,
+        select_body_;
+};
+
+} // namespace evalrt::detail
+
+#endif

@@ -151,15 +151,24 @@ struct Host {
     std::string_view end, profile;
 };
 constexpr std::array hosts{
-    Host{"api.openai.com", "openai"},   Host{"openai.azure.com", "openai"},
-    Host{"api.anthropic.com", "cloud"}, Host{"openrouter.ai", "cloud"},
-    Host{"together.xyz", "cloud"},      Host{"together.ai", "cloud"},
-    Host{"groq.com", "cloud"},          Host{"mistral.ai", "cloud"},
-    Host{"deepseek.com", "cloud"},      Host{"fireworks.ai", "cloud"},
-    Host{"cerebras.ai", "cloud"},       Host{"deepinfra.com", "cloud"},
-    Host{"googleapis.com", "cloud"},    Host{"x.ai", "cloud"},
-    Host{"huggingface.co", "cloud"},    Host{"perplexity.ai", "cloud"},
-    Host{"nvidia.com", "cloud"},        Host{"amazonaws.com", "cloud"},
+    Host{"api.openai.com", "openai"},
+    Host{"openai.azure.com", "openai"},
+    Host{"api.anthropic.com", "anthropic-url"},
+    Host{"openrouter.ai", "cloud"},
+    Host{"together.xyz", "cloud"},
+    Host{"together.ai", "cloud"},
+    Host{"groq.com", "cloud"},
+    Host{"mistral.ai", "cloud"},
+    Host{"deepseek.com", "cloud"},
+    Host{"fireworks.ai", "cloud"},
+    Host{"cerebras.ai", "cloud"},
+    Host{"deepinfra.com", "cloud"},
+    Host{"googleapis.com", "cloud"},
+    Host{"x.ai", "cloud"},
+    Host{"huggingface.co", "cloud"},
+    Host{"perplexity.ai", "cloud"},
+    Host{"nvidia.com", "cloud"},
+    Host{"amazonaws.com", "cloud"},
 };
 
 std::string visible(std::string text) { // it comes from a stranger and goes to a terminal

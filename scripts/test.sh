@@ -82,6 +82,10 @@ if wanted real; then
         --tools-template "$ROOT/tests/data/tool-chat-template.jinja" >&2
     "$ENGINE/bin/python" "$ROOT/tests/real/mlx_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
         --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" --data "$BFCL_DATA" || failed+=("real: mlx_server")
+    say "real: llama.cpp's server"
+    setup_llama
+    python3 "$ROOT/tests/real/llama_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
+        --python "$LLAMA_PYTHON" || failed+=("real: llama_server")
     say "real: the main job"
     "$ROOT/scripts/eval-throughput-smoke.sh" --cases 12 --max-tokens 64 --min-speedup 0 --out "$ROOT/build/smoke-test" &&
         "$ENGINE/bin/python" "$ROOT/tests/real/check_report.py" "$ROOT/build/smoke-test/report.json" 12 ||

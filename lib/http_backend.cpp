@@ -2,6 +2,7 @@
 #include "evalrt/http_backend.hpp"
 
 #include "answer_watch.hpp"
+#include "choices.hpp"
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/detail/retry_after.hpp"
 #include "wire.hpp"
@@ -679,9 +680,16 @@ asio::any_io_executor HttpBackend::get_executor() noexcept { return impl_->execu
 std::size_t HttpBackend::connections() const { return impl_->open + impl_->idle.size(); }
 
 void HttpBackend::start_complete(Request request, TextSink on_text, Handler handler) {
-    std::make_shared<Exchange<Impl>>(impl_, std::move(request), std::move(on_text),
-                                     std::move(handler))
-        ->start();
+    auto ask = [impl = impl_](Request one, TextSink sink, Handler done) {
+        std::make_shared<Exchange<Impl>>(impl, std::move(one), std::move(sink), std::move(done))
+            ->start();
+    };
+    const auto n = detail::repetitions(request, impl_->row);
+    if (n == 1) return ask(std::move(request), std::move(on_text), std::move(handler));
+    impl_->say(fmt::format("\"n\" is {}: {} gives one choice, so it is asked {} times", n,
+                           impl_->row.name, n));
+    detail::ask_repeatedly(impl_->executor, std::move(ask), std::move(request), n,
+                           std::move(on_text), std::move(handler));
 }
 
 } // namespace evalrt

@@ -310,7 +310,7 @@ class Recognised(Case):
     def test_mlx_lm_behind_a_url_gets_its_own_row(self):
         url = self.serve({"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": []}})
         rows, err = self.run_lines(
-            [line("a", "x", stream=False, seed=7, temperature=0), line("b", "y", stream=False, n=2),
+            [line("a", "x", stream=False, seed=7, temperature=0), line("b", "y", stream=False, n=3),
              line("c", "z", stream=False, logprobs=5),
              line("d", "z", stream=False, presence_penalty=1)],
             "--backend", "openai-url", "--url", url, code=1)
@@ -318,7 +318,9 @@ class Recognised(Case):
         self.assertIn('dropped "seed"', err)
         self.assertEqual(err.count("WARNING: some requests have a penalty"), 1)
         self.assertEqual({body["model"] for body in self.bodies}, {"default_model"})
-        self.assertIn("ask 2 times", rows["b"]["error"]["message"])
+        self.assertIn("it is asked 3 times", err)
+        self.assertEqual([c["index"] for c in rows["b"]["response"]["body"]["choices"]], [0, 1, 2])
+        self.assertFalse(any("n" in body for body in self.bodies))
         self.assertIn("top_logprobs", rows["c"]["error"]["message"])
 
     def test_a_url_can_be_asked_about(self):

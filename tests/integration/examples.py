@@ -54,11 +54,12 @@ class Examples(unittest.TestCase):
         readme = (ROOT / "README.md").read_text()
         smoke = (ROOT / "scripts" / "eval-throughput-smoke.sh").read_text()
         main = (ROOT / "examples" / "evalrt" / "main.cpp").read_text()
+        servers = (ROOT / "lib" / "backend_row.cpp").read_text()  # with options of their own
         for word in readme.replace("`", " ").split():
             option = word.strip(".,;:()")
             if option.startswith("--") and option.strip("-") and option not in CMAKE:
                 self.assertTrue(f"{option} " in smoke or f"{option})" in smoke or
-                                f'{option}"' in main, option)
+                                f'{option}"' in main or f'{option}"' in servers, option)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ TEST_CASE("each class of failure is retried, or not, as the table says") {
              Row{Errc::rejected, 410, false, false},
              Row{Errc::rejected, 413, false, false},
              Row{Errc::rejected, 422, false, false},
+             Row{Errc::rejected, 402, false, false}, // no money left
              Row{Errc::rejected, 429, false, false}, // no quota left
              Row{Errc::rejected, 500, true, false},
              Row{Errc::rejected, 501, false, false},
@@ -119,7 +120,8 @@ TEST_CASE("attempts are counted, and end") {
 
 TEST_CASE("the back-off doubles, has jitter, and has an end") {
     for (std::uint64_t seed = 0; seed < 50; ++seed) {
-        RetryTable table({.attempts = 100, .base = 500ms, .most = 8000ms, .seed = seed});
+        RetryTable table(
+            {.attempts = 100, .base = 500ms, .most = 8000ms, .budget = 0, .seed = seed});
         RetryState state;
         for (const auto whole : {500ms, 1000ms, 2000ms, 4000ms, 8000ms, 8000ms, 8000ms}) {
             const auto verdict = table.decide(failed(Errc::timed_out), false, state);
@@ -259,4 +261,64 @@ TEST_CASE("a close without a byte counts from the second in a row on") {
     table.decide(broken(eof), false, other);
     CHECK(other.resends == 4);
     CHECK(other.attempts == 1);
+}
+
+TEST_CASE("a server that is overloaded is asked more often than one that fails") {
+    for (const auto errc : {Errc::rate_limited, Errc::overloaded}) {
+        RetryTable table({.attempts = 3, .overload_attempts = 12});
+        RetryState state;
+        for (int i = 1; i < 12; ++i) REQUIRE(table.decide(failed(errc, 429), false, state).again);
+        CHECK_FALSE(table.decide(failed(errc, 429), false, state).again);
+        RetryTable once({.attempts = 1, .overload_attempts = 12});
+        RetryState fresh;
+        CHECK_FALSE(once.decide(failed(errc, 429), false, fresh).again);
+    }
+}
+
+TEST_CASE("what the server says of a retry goes before what its class says") {
+    struct Row {
+        Errc errc;
+        int status;
+        bool should, again;
+    };
+    for (const auto& row : {
+             Row{Errc::rejected, 400, true, true},
+             Row{Errc::rejected, 500, false, false},
+             Row{Errc::rate_limited, 429, false, false},
+             Row{Errc::overloaded, 503, false, false},
+             Row{Errc::auth, 403, true, true},
+             Row{Errc::cancelled, 0, true, false},
+         }) {
+        CAPTURE(name(row.errc), row.status);
+        auto response = failed(row.errc, row.status);
+        response.should_retry = row.should;
+        CHECK(first(response).again == row.again);
+    }
+}
+
+TEST_CASE("retries of all items draw on one budget, which successes fill again") {
+    RetryTable table({.attempts = 1000, .budget = 20});
+    RetryState a, b;
+    CHECK(table.decide(failed(Errc::truncated, 200), false, a).again); // 5
+    CHECK(table.decide(failed(Errc::timed_out), false, b).again);      // 10
+    CHECK(table.budget().tokens() == 5);
+    CHECK_FALSE(table.decide(failed(Errc::timed_out), false, b).again);
+    CHECK(table.budget().tokens() == 5);
+    CHECK(table.decide(failed(Errc::rejected, 500), false, b).again); // 5
+    CHECK_FALSE(table.decide(failed(Errc::rejected, 500), false, b).again);
+
+    // An overload, and a wait that the server asked for, are free.
+    CHECK(table.decide(failed(Errc::overloaded, 503), false, b).again);
+    auto asked = failed(Errc::rejected, 500);
+    asked.retry_after = 1s;
+    CHECK(table.decide(asked, false, b).again);
+    CHECK(table.budget().tokens() == 0);
+
+    // A retry that succeeds gives its price back, any other success 1.
+    table.succeeded(a);
+    CHECK(table.budget().tokens() == 5);
+    table.succeeded(a);
+    CHECK(table.budget().tokens() == 6);
+    for (int i = 0; i < 100; ++i) table.succeeded(a);
+    CHECK(table.budget().tokens() == 20);
 }

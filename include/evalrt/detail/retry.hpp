@@ -11,19 +11,78 @@
 namespace evalrt {
 
 struct RetryOptions {
-    unsigned attempts = 3;                           ///< in all; 1: no retry
+    unsigned attempts = 3;           ///< in all; 1: no retry
+    unsigned overload_attempts = 12; ///< in all, where the server turned it away for its load
     std::chrono::milliseconds base{500}, most{8000}; ///< back-off: doubled each time, with jitter
     std::chrono::seconds longest_wait{120};          ///< a Retry-After above this is not waited for
     unsigned free_resends = 8; ///< connections broken before any byte of an answer, an item
+    unsigned budget = 500;     ///< tokens that retries of all items share; 0: no bound
     std::uint64_t seed = 0;    ///< of the jitter
 };
 
 namespace detail {
 
+/// What is done about a failure: the one place where that is decided for each class.
+enum class Remedy {
+    item,   ///< nothing helps: this item fails, the others go on
+    later,  ///< the same again after a pause
+    pause,  ///< the same, and no request goes to this server meanwhile
+    server, ///< the server is gone: it is started again, or waited for
+    run,    ///< every other request will fail in the same way: key, quota
+};
+
+constexpr Remedy remedy(Errc errc, int status) {
+    switch (errc) {
+    case Errc::rate_limited:
+    case Errc::overloaded: return Remedy::pause;
+    case Errc::malformed:
+    case Errc::truncated:
+    case Errc::timed_out: return Remedy::later;
+    case Errc::rejected:
+        if (status == 402 || status == 429) return Remedy::run; // no quota left
+        // 501 and 505 say that it never will, 507 that the model is too large; a failure inside a
+        // stream has status 200.
+        return status == 408 || status == 409 || status == 200 ||
+                       (status >= 500 && status != 501 && status != 505 && status != 507)
+                   ? Remedy::later
+                   : Remedy::item;
+    case Errc::unreachable:
+    case Errc::exited: return Remedy::server;
+    case Errc::auth: return Remedy::run;
+    case Errc::context_too_long:
+    case Errc::cancelled:
+    case Errc::poison: return Remedy::item;
+    }
+    return Remedy::item;
+}
+
+/// Retries of all items of one server draw on this, so that a server in trouble does not get three
+/// times its load: the AWS SDKs' retry quota, with their numbers (500 tokens, 5 a retry, 10 after a
+/// time-out; a retry that succeeds gives its price back, any other success 1: smithy-rs,
+/// token_bucket.rs). An overload, and a wait that the server asked for, are free: the pause bounds
+/// the load.
+class RetryBudget {
+public:
+    explicit RetryBudget(unsigned size) : size_(size), tokens_(size) {}
+
+    bool take(unsigned price) {
+        if (size_ == 0) return true;
+        if (tokens_ < price) return false;
+        tokens_ -= price;
+        return true;
+    }
+    void give(unsigned tokens) { tokens_ = std::min(size_, tokens_ + tokens); }
+    unsigned tokens() const { return tokens_; }
+
+private:
+    unsigned size_, tokens_;
+};
+
 /// What the table knows of one item.
 struct RetryState {
     unsigned attempts = 0;    ///< that counted
     unsigned resends = 0;     ///< that did not
+    unsigned paid = 0;        ///< for the attempt that runs, to the budget
     bool empty_close = false; ///< the last attempt ended in a close without a byte
 };
 
@@ -35,7 +94,14 @@ struct RetryVerdict {
 
 class RetryTable {
 public:
-    explicit RetryTable(RetryOptions options) : options_(options), random_(options.seed) {}
+    explicit RetryTable(RetryOptions options)
+        : options_(options), budget_(options.budget), random_(options.seed) {}
+
+    void succeeded(RetryState& state) {
+        ++state.attempts;
+        budget_.give(state.paid > 0 ? state.paid : 1);
+        state.paid = 0;
+    }
 
     /// `delivered`: text of this attempt has reached the caller, who cannot take it back.
     RetryVerdict decide(const Response& response, bool delivered, RetryState& state) {
@@ -53,41 +119,34 @@ public:
         }
         state.empty_close = empty_close;
         ++state.attempts;
-        if (delivered || state.attempts >= options_.attempts) return {};
-        if (!worth_retrying(errc, response.status)) return {};
+        state.paid = 0;
+        if (delivered) return {};
+        const auto what = remedy(errc, response.status);
+        const bool asked = response.retry_after.has_value();
+        // The server's own word on its own answer goes before ours on its class.
+        bool worth = what == Remedy::later || what == Remedy::pause || errc == Errc::unreachable;
+        if (errc != Errc::cancelled) worth = response.should_retry.value_or(worth);
+        auto most = options_.attempts;
+        if (what == Remedy::pause && most > 1) most = std::max(most, options_.overload_attempts);
+        if (!worth || state.attempts >= most) return {};
+        if (asked && *response.retry_after > options_.longest_wait) return {};
+        const unsigned price = asked || what == Remedy::pause ? 0
+                               : errc == Errc::timed_out      ? 10
+                                                              : 5;
+        if (!budget_.take(price)) return {};
+        state.paid = price;
 
-        RetryVerdict verdict{true, backoff(state.attempts), false};
-        verdict.pause_server = errc == Errc::rate_limited || errc == Errc::overloaded;
-        if (response.retry_after) {
-            if (*response.retry_after > options_.longest_wait) return {};
+        RetryVerdict verdict{true, backoff(state.attempts), what == Remedy::pause};
+        if (asked) {
             verdict.delay = *response.retry_after + jittered(100) / 2;
             verdict.pause_server = true;
         }
         return verdict;
     }
 
-private:
-    static bool worth_retrying(Errc errc, int status) {
-        switch (errc) {
-        case Errc::unreachable:
-        case Errc::rate_limited:
-        case Errc::overloaded:
-        case Errc::malformed:
-        case Errc::truncated:
-        case Errc::timed_out: return true;
-        case Errc::rejected:
-            // 501 and 505 say that it never will; a failure inside a stream has status 200.
-            return status == 408 || status == 409 || status == 200 ||
-                   (status >= 500 && status != 501 && status != 505 && status != 507);
-        case Errc::exited:
-        case Errc::auth:
-        case Errc::context_too_long:
-        case Errc::cancelled:
-        case Errc::poison: return false;
-        }
-        return false;
-    }
+    const RetryBudget& budget() const { return budget_; }
 
+private:
     // Between three quarters and all of it.
     std::chrono::milliseconds jittered(unsigned ms) {
         return std::chrono::milliseconds(ms - random_() % (ms / 4 + 1));
@@ -99,6 +158,7 @@ private:
     }
 
     RetryOptions options_;
+    RetryBudget budget_;
     std::minstd_rand random_;
 };
 

@@ -1,5 +1,7 @@
 #include "evalrt/report.hpp"
 
+#include "json_text.hpp"
+
 #include <boost/json/array.hpp>
 #include <boost/json/object.hpp>
 #include <boost/json/serialize.hpp>
@@ -143,6 +145,8 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         {"order", order},
         {"parity", nullptr},
         {"server_restarts", server_restarts},
+        {"server_output",
+         server_output.empty() ? json::value() : json::value(detail::repaired_utf8(server_output))},
         {"notes", json::array(notes_.begin(), notes_.end())},
     };
     if (parity)

@@ -50,12 +50,14 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         bool late = false;
     };
 
-    Impl(Backend& inner_, PrefixPlanner& planner, BackendRow row_, SchedulerOptions options)
+    Impl(Backend& inner_, PrefixPlanner& planner, BackendRow row_, SchedulerOptions scheduling)
         : inner(inner_),
           executor(inner_.get_executor()),
           row(std::move(row_)),
-          core(planner, options),
-          timer(executor) {}
+          options(scheduling),
+          core(planner, scheduling),
+          timer(executor),
+          hold_timer(executor) {}
 
     void submit(Request request, TextSink on_text, Handler handler) {
         const auto now = Clock::now();
@@ -96,7 +98,27 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         const auto now = Clock::now();
         for (const auto id : core.late(now)) cancel(id, true);
         while (auto pick = core.next(now)) launch(*pick, now);
+        if (const auto& reason = core.stop_reason()) stop(reason->first, reason->second);
+        if (core.server_gone(now)) server_gone();
         arm(now);
+    }
+
+    // The rest is not asked, and what runs is not waited for.
+    void stop(Errc cause, std::string why) {
+        if (stopped) return;
+        close(Errc::cancelled, "not run: " + why);
+        stopped = {cause, std::move(why)};
+        for (const auto id : all()) cancel(id, false);
+    }
+
+    void server_gone() {
+        const std::string why = "the server does not answer any more";
+        if (options.stop.alike > 0 || options.stop.refused > 0) {
+            return stop(Errc::unreachable, why);
+        }
+        for (const auto id : all())
+            if (core.cancel(id) == detail::SchedulerCore::Place::waiting)
+                give_up(id, Errc::unreachable, why);
     }
 
     void arm(Clock::time_point now) {
@@ -125,7 +147,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             if (auto self = weak.lock()) self->text(id, piece);
         };
         auto done = [self = shared_from_this(), id = pick.id](error_code, Response response) {
-            self->ended(id, std::move(response));
+            self->returned(id, std::move(response));
         };
         Request request = item.request;
         inner.async_complete(
@@ -136,13 +158,35 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     void text(RequestId id, std::string_view piece) {
         const auto it = items.find(id);
         if (it == items.end()) return;
-        core.first_text(id, Clock::now());
+        last_progress = Clock::now();
+        core.first_text(id, last_progress);
         auto& item = *it->second;
         if (item.on_text && item.request.stream && !item.cancelled && !item.late) {
             item.delivered |= !piece.empty();
             item.on_text(piece);
         }
         pump_soon();
+    }
+
+    // A connection that breaks may be the first sign of the server's death.
+    void returned(RequestId id, Response response) {
+        if (response.outcome != Errc::timed_out) last_progress = Clock::now();
+        const bool broke = response.outcome == Errc::unreachable ||
+                           response.outcome == Errc::truncated ||
+                           response.outcome == Errc::malformed;
+        if (!broke || down || options.hold_broken.count() == 0)
+            return ended(id, std::move(response));
+        held.emplace_back(id, std::move(response));
+        if (held.size() > 1) return;
+        hold_timer.expires_after(options.hold_broken);
+        hold_timer.async_wait([weak = weak_from_this()](error_code ec) {
+            auto self = weak.lock();
+            if (!ec && self) self->let_go();
+        });
+    }
+
+    void let_go() {
+        for (auto& [id, response] : std::exchange(held, {})) ended(id, std::move(response));
     }
 
     void ended(RequestId id, Response response) {
@@ -249,21 +293,29 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     Backend& inner;
     asio::any_io_executor executor;
     BackendRow row;
+    SchedulerOptions options;
     detail::SchedulerCore core;
-    asio::steady_timer timer;
+    asio::steady_timer timer, hold_timer;
+    std::vector<std::pair<RequestId, Response>> held; // broken, until it is known why
     Clock::time_point armed = Clock::time_point::max();
     std::unordered_map<RequestId, std::unique_ptr<Item>> items;
     RequestId last_id = 0;
     bool pump_posted = false;
     std::optional<Errc> closed;
     std::string closed_detail;
+    std::optional<Stopped> stopped;
+    bool down = false; // the server has died and is not back
+    Clock::time_point last_progress = Clock::now();
 };
 
 RequestScheduler::RequestScheduler(Backend& inner, PrefixPlanner& planner, BackendRow row,
                                    SchedulerOptions options)
     : impl_(std::make_shared<Impl>(inner, planner, std::move(row), options)) {}
 
-RequestScheduler::~RequestScheduler() { impl_->timer.cancel(); }
+RequestScheduler::~RequestScheduler() {
+    impl_->timer.cancel();
+    impl_->hold_timer.cancel();
+}
 
 asio::any_io_executor RequestScheduler::get_executor() noexcept { return impl_->executor; }
 
@@ -274,6 +326,27 @@ void RequestScheduler::close(Errc outcome, std::string detail) {
 void RequestScheduler::cancel() {
     for (const auto id : impl_->all()) impl_->cancel(id, false);
 }
+
+void RequestScheduler::server_lost() {
+    impl_->down = true;
+    impl_->core.server_lost();
+    impl_->hold_timer.cancel();
+    impl_->let_go();
+}
+
+void RequestScheduler::server_back() {
+    impl_->down = false;
+    impl_->core.server_back();
+    impl_->pump_soon();
+}
+
+void RequestScheduler::stop(Errc cause, std::string why) { impl_->stop(cause, std::move(why)); }
+
+const std::optional<RequestScheduler::Stopped>& RequestScheduler::stopped() const {
+    return impl_->stopped;
+}
+
+Clock::time_point RequestScheduler::last_progress() const { return impl_->last_progress; }
 
 SchedulerStats RequestScheduler::stats() const { return impl_->core.stats(Clock::now()); }
 

@@ -9,6 +9,8 @@
 #include <boost/asio/bind_cancellation_slot.hpp>
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/co_spawn.hpp>
+#include <boost/asio/detached.hpp>
+#include <boost/asio/steady_timer.hpp>
 #include <boost/asio/use_awaitable.hpp>
 
 #include <fmt/format.h>
@@ -20,6 +22,8 @@
 
 namespace evalrt {
 namespace {
+
+constexpr auto plain = asio::as_tuple(asio::use_awaitable);
 
 std::string replaced(std::string text, std::string_view what, std::string_view with) {
     for (auto at = text.find(what); at != text.npos; at = text.find(what, at + with.size()))
@@ -173,6 +177,15 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         return it;
     }
 
+    // The two loops hold this alive until they have seen it.
+    void shut() {
+        closing = true;
+        cancel.emit(asio::cancellation_type::terminal);
+        cancel_canary.emit(asio::cancellation_type::terminal);
+        pause.cancel();
+        tick.cancel();
+    }
+
     static Request one_token() {
         Request request;
         request.body = R"({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, )"
@@ -188,22 +201,11 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (starts) {
             if (names(row, "{folder}"))
                 if (auto failure = folder.make()) co_return failure;
-            process = std::make_unique<ServerProcess>(executor, command(), options.server_log);
-            auto [ec, detail] = co_await process->async_start(token());
-            if (ec) co_return Failure{ec, detail};
-            url = fmt::format("http://127.0.0.1:{}/v1", process->port());
-            http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
-            Request probe = one_token();
-            auto [ready_ec, ready_detail] =
-                co_await process->async_wait_ready(*http, std::move(probe), token());
-            if (ready_ec == Errc::rejected)
-                co_return Failure{ready_ec,
-                                  fmt::format("the server does not answer with the model '{}': {}; "
-                                              "its last words: {}",
-                                              options.model, ready_detail,
-                                              last_lines(process->last_output()))};
-            if (ready_ec) co_return Failure{ready_ec, ready_detail};
-            watch();
+            auto failure = co_await start(options.port);
+            // Another program took the free port before the server did.
+            for (int i = 0; i < 3 && failure.code == Errc::unreachable && options.port == 0; ++i)
+                failure = co_await start(options.port);
+            if (failure) co_return failure;
         } else {
             url = options.url;
             if (options.probe && !options.row && row.command.empty())
@@ -220,7 +222,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             planner = std::make_unique<FifoPlanner>();
         auto scheduling = scheduler_options(row);
         scheduling.retry = options.retry;
+        scheduling.stop = options.stop;
+        if (starts) scheduling.hold_broken = std::chrono::milliseconds(500);
         scheduler = std::make_unique<RequestScheduler>(*http, *planner, row, scheduling);
+        if (starts) supervise();
         co_return Failure{};
     }
 
@@ -248,6 +253,30 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         co_return Failure{};
     }
 
+    // Ours, up to its first token.
+    asio::awaitable<Failure> start(std::uint16_t port) {
+        auto what = command();
+        what.port = port;
+        process = std::make_unique<ServerProcess>(executor, std::move(what), options.server_log);
+        auto [ec, detail] = co_await process->async_start(token());
+        if (ec) co_return Failure{ec, detail};
+        if (!http) {
+            url = fmt::format("http://127.0.0.1:{}/v1", process->port());
+            http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
+        }
+        Request probe = one_token();
+        auto [ready_ec, ready_detail] =
+            co_await process->async_wait_ready(*http, std::move(probe), token());
+        if (ready_ec && !scheduler) http.reset(); // its address was this port's
+        if (ready_ec == Errc::rejected)
+            co_return Failure{ready_ec,
+                              fmt::format("the server does not answer with the model '{}': {}; "
+                                          "its last words: {}",
+                                          options.model, ready_detail,
+                                          last_lines(process->last_output()))};
+        co_return Failure{ready_ec, ready_detail};
+    }
+
     // The server's own list; a server that has none gets bodies as they are.
     asio::awaitable<void> find_model() {
         auto asking = http_options();
@@ -268,14 +297,106 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                                     list.size(), model));
     }
 
-    void watch() {
-        process->async_wait_exit([weak = weak_from_this()](error_code ec, std::string how) {
-            auto self = weak.lock();
-            if (ec || !self || self->closing || !self->scheduler) return;
-            self->scheduler->close(Errc::exited,
-                                   fmt::format("the server has ended ({}); its last words: {}", how,
-                                               last_lines(self->process->last_output())));
-        });
+    // Two loops that end with the runtime.
+    void supervise() {
+        asio::co_spawn(executor, keep_alive(shared_from_this()), asio::detached);
+        asio::co_spawn(executor, watch(shared_from_this()), asio::detached);
+    }
+
+    // Starts a server of ours again when it has ended.
+    static asio::awaitable<void> keep_alive(std::shared_ptr<Impl> self) {
+        unsigned in_row = 0;
+        std::uint64_t answered = 0;
+        for (;;) {
+            auto [ec, how] = co_await self->process->async_wait_exit(plain);
+            if (ec || self->closing) co_return;
+            self->output = self->process->last_output();
+            auto& scheduler = *self->scheduler;
+            const auto before = scheduler.stats();
+            scheduler.server_lost();
+            if (before.answered > answered) in_row = 0;
+            answered = before.answered;
+            const std::string what = std::exchange(self->hung, false)
+                                         ? "the server did not answer any more"
+                                         : fmt::format("the server has ended ({})", how);
+            Failure failure{Errc::exited, last_lines(self->output)};
+            while (failure && in_row < self->options.restarts) {
+                self->say(fmt::format("{}; it is started again, {} requests are asked again", what,
+                                      before.in_flight));
+                if (in_row++ > 0) {
+                    self->pause.expires_after(std::chrono::seconds(1u << std::min(in_row - 2, 4u)));
+                    co_await self->pause.async_wait(plain);
+                }
+                const auto port = self->process->port();
+                if (!self->closing) failure = co_await self->start(port);
+                if (self->closing) co_return;
+                if (failure) self->output = self->process->last_output();
+            }
+            if (failure)
+                co_return self->give_up(
+                    fmt::format("{} and was started {} times without an answer between; its last "
+                                "words: {}",
+                                what, in_row, failure.detail));
+            ++self->restarts;
+            scheduler.server_back();
+        }
+    }
+
+    void give_up(std::string why) {
+        if (options.stop.alike > 0 || options.stop.refused > 0)
+            scheduler->stop(Errc::exited, std::move(why));
+        else
+            scheduler->close(Errc::exited, std::move(why));
+    }
+
+    // Ends a server of ours that runs but does not work: keep_alive() starts it again.
+    static asio::awaitable<void> watch(std::shared_ptr<Impl> self) {
+        auto limits = self->options.watchdog;
+        // One that answers whole bodies, or one request at a time, says nothing for long, and its
+        // canary has to wait.
+        if (!self->row.streams || self->row.in_flight == 1) limits.quiet = {};
+        auto http = self->http_options();
+        http.limits.whole = limits.canary_limit;
+        HttpBackend canary(self->executor, self->row, http);
+        detail::Watchdog dog(limits, Clock::now());
+        std::uint64_t timeouts = 0;
+        for (;;) {
+            self->tick.expires_after(std::chrono::milliseconds(250));
+            co_await self->tick.async_wait(plain);
+            if (self->closing) co_return;
+            const auto stats = self->scheduler->stats();
+            if (std::exchange(timeouts, stats.timeouts) != stats.timeouts) dog.timed_out();
+            if (!self->process->running() || self->hung) {
+                dog = {limits, Clock::now()};
+                continue;
+            }
+            dog.progress(self->scheduler->last_progress());
+            switch (dog.next(stats.in_flight > 0, Clock::now())) {
+            case detail::Watchdog::Step::wait: break;
+            case detail::Watchdog::Step::ask: {
+                Request request = one_token();
+                auto [ec, response] = co_await canary.async_complete(
+                    std::move(request), {},
+                    asio::bind_cancellation_slot(self->cancel_canary.slot(), plain));
+                if (self->closing) co_return;
+                dog.progress(self->scheduler->last_progress());
+                // A refusal is an answer too.
+                dog.canary_ended(!ec || ec == Errc::rejected || ec == Errc::rate_limited ||
+                                     ec == Errc::overloaded || ec == Errc::auth ||
+                                     ec == Errc::context_too_long,
+                                 Clock::now());
+                break;
+            }
+            case detail::Watchdog::Step::hung:
+                self->hung = true;
+                self->process->async_stop([self](error_code) {});
+                break;
+            }
+        }
+    }
+
+    void say(std::string_view line) {
+        if (options.log) options.log(line);
     }
 
     asio::any_io_executor executor;
@@ -285,8 +406,13 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     bool closing = false;
     unsigned own_in_flight = 0; // the row's
     std::string url, model, version;
+    std::string output;               // of the server before it ended the last time
+    unsigned restarts = 0;            // of the server
+    bool hung = false;                // it was found to be, and is being stopped
     PrivateFolder folder;             // outlives the server
-    asio::cancellation_signal cancel; // of the step of open() that runs
+    asio::cancellation_signal cancel; // of the step of open() or of a restart that runs
+    asio::cancellation_signal cancel_canary;
+    asio::steady_timer pause{executor}, tick{executor};
     std::unique_ptr<PrefixPlanner> planner;
     std::unique_ptr<ServerProcess> process;
     std::unique_ptr<HttpBackend> http;
@@ -296,7 +422,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
 Runtime::Runtime(asio::any_io_executor executor, RuntimeOptions options)
     : impl_(std::make_shared<Impl>(std::move(executor), std::move(options))) {}
 
-Runtime::~Runtime() { impl_->closing = true; }
+Runtime::~Runtime() {
+    impl_->shut();
+    impl_->process.reset();
+}
 
 void Runtime::open(Handler handler) {
     detail::on_cancel(handler, [weak = std::weak_ptr(impl_)] {
@@ -313,7 +442,7 @@ void Runtime::open(Handler handler) {
 }
 
 void Runtime::close(asio::any_completion_handler<void(error_code)> handler) {
-    impl_->closing = true;
+    impl_->shut();
     if (impl_->scheduler) impl_->scheduler->close(Errc::cancelled, "the runtime was closed");
     if (!impl_->process) return detail::complete(impl_->executor, std::move(handler), error_code());
     impl_->process->async_stop([impl = impl_, handler = std::move(handler)](error_code ec) mutable {
@@ -326,6 +455,8 @@ const BackendRow& Runtime::row() const { return impl_->row; }
 const std::string& Runtime::url() const { return impl_->url; }
 const std::string& Runtime::server_version() const { return impl_->version; }
 const std::string& Runtime::model() const { return impl_->model; }
+unsigned Runtime::restarts() const { return impl_->restarts; }
+const std::string& Runtime::server_output() const { return impl_->output; }
 bool Runtime::running() const { return !impl_->process || impl_->process->running(); }
 
 } // namespace evalrt

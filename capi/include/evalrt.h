@@ -52,7 +52,7 @@ typedef enum evalrt_code {
     EVALRT_OK = 0,               /* what evalrt_error_code says of NULL */
     EVALRT_INVALID = 1,          /* bad argument: fix the call */
     EVALRT_UNREACHABLE = 2,      /* nothing answers there: start or fix the server */
-    EVALRT_EXITED = 3,           /* the server we started has ended: read its last words */
+    EVALRT_EXITED = 3,           /* the server we started ends again and again: read why */
     EVALRT_REJECTED = 4,         /* the server said no: fix the request, see http_status */
     EVALRT_RATE_LIMITED = 5,     /* HTTP 429, again and again: ask for less */
     EVALRT_OVERLOADED = 6,       /* HTTP 503 or 529, again and again: come back later */
@@ -146,7 +146,7 @@ void evalrt_release(evalrt_runtime* EVALRT_NULLABLE runtime);
 /* Both lent until evalrt_release. */
 const char* evalrt_url(const evalrt_runtime* runtime);   /* for any OpenAI client: ".../v1" */
 const char* evalrt_model(const evalrt_runtime* runtime); /* for a body's "model"; may be empty */
-/* False once it is closed or the server that it started has ended. */
+/* False once it is closed, and while the server that it started has ended and is started again. */
 bool evalrt_running(const evalrt_runtime* runtime);
 
 /* Never blocks. *id is written before any event, and is 0 if there is an error. Submit all you

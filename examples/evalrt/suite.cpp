@@ -53,6 +53,7 @@ public:
     asio::awaitable<int> main() {
         auto options = common_.runtime;
         options.retry.seed = common_.seed;
+        options.stop = {.refused = 3, .alike = 20};
         options.log = [this](std::string_view line) {
             report_.note(line);
             print(line);
@@ -131,7 +132,7 @@ private:
                                    [this, i](error_code, Response response) {
                                        --open_;
                                        // What an interruption ended has not failed: it was not run.
-                                       if (stopping_ && response.outcome == Errc::cancelled) {
+                                       if (response.outcome == Errc::cancelled) {
                                            ++report_.not_run;
                                        } else {
                                            ended(i, response);
@@ -165,9 +166,12 @@ private:
             co_return abandon(report_.answered());
         }
         if (unwritable_) co_return exit_unwritable;
-        if (!stopped_early_.empty()) {
-            say(fmt::format("stopped early: {}{}", stopped_early_, kept()));
-            co_return exit_stopped;
+        if (const auto& stopped = backend.stopped()) {
+            const bool gone = stopped->cause == Errc::unreachable || stopped->cause == Errc::exited;
+            say(fmt::format("stopped early: {}; {} of {} answered{}", stopped->why,
+                            report_.answered(), suite_.jobs.size(),
+                            report_.answered() > 0 ? ", kept" + kept() : ""));
+            co_return gone ? exit_backend : exit_stopped;
         }
         if (report_.failed() > 0) {
             say(fmt::format("{} of {} failed ({}); the first: {}", report_.failed(),
@@ -203,12 +207,6 @@ private:
             say("the results cannot be written (is the disk full?); the run ends, what was "
                 "answered is kept" +
                 kept());
-            stop();
-        }
-        // The same failure twenty times and nothing else: a wrong key, a wrong model.
-        if (response.outcome && report_.answered() == 0 && report_.failed() == 20 &&
-            report_.failures().size() == 1 && suite_.jobs.size() > 20 && !stopping_) {
-            stopped_early_ = fmt::format("everything fails the same way ({})", first_failure_);
             stop();
         }
     }
@@ -284,6 +282,8 @@ private:
 
     void summarise() {
         const auto stats = runtime_->backend().stats();
+        report_.server_restarts = runtime_->restarts();
+        report_.server_output = runtime_->server_output();
         if (!common_.quiet) {
             print(report_.prefix_cached());
             print(fmt::format("{} answered, {} failed, {} not run in {:.1f} s", report_.answered(),
@@ -329,7 +329,7 @@ private:
     std::int64_t tokens_ = 0;
     std::size_t open_ = 0;                     // jobs that have not ended
     std::map<std::size_t, std::string> texts_; // for the parity check
-    std::string first_failure_, stopped_early_;
+    std::string first_failure_;
     bool interrupted_ = false, stopping_ = false, unwritable_ = false, line_open_ = false;
 };
 

@@ -64,6 +64,9 @@ public:
     /// A request that waits is given up. One that does not wait is left alone.
     virtual void remove(RequestId id) = 0;
 
+    /// The server has started anew: its cache is empty.
+    virtual void cache_lost() {}
+
     /// When next() may name another without anything having happened.
     virtual Point wake() const { return Point::max(); }
 };
@@ -157,6 +160,10 @@ public:
         if (it == entries_.end() || it->second.running) return;
         take(id, it->second, false);
         entries_.erase(it);
+    }
+
+    void cache_lost() override {
+        for (auto& node : nodes_) node.warm = false;
     }
 
     Point wake() const override { return wake_; }

@@ -44,6 +44,7 @@ public:
     unsigned max_in_flight = 0;
     std::uint64_t not_run = 0;
     std::uint64_t server_restarts = 0;
+    std::string server_output; ///< the end of what the server wrote before it ended or hung
     std::optional<Parity> parity;
 
     /// What the server's answers leave out, and so cannot be reported.

@@ -35,8 +35,30 @@ public:
     /// itself. For a server that has ended, or an interrupted run.
     void close(Errc outcome, std::string detail);
 
+    /// Gives up a run: what was not asked, and will be, ends as cancelled, and what runs is
+    /// cancelled.
+    void stop(Errc cause, std::string why);
+
     /// Cancels all operations, as each one's own cancellation would.
     void cancel();
+
+    /// The server has died, or is about to be killed: what runs on it is asked again once it is
+    /// back, what waits goes on waiting. A request under which it dies twice fails as poison.
+    void server_lost();
+    void server_back();
+
+    struct Stopped {
+        Errc cause; ///< what the items failed with; unreachable, exited: the server is gone
+        std::string why;
+    };
+
+    /// Set once the run was stopped: by stop(), or by the rules of SchedulerOptions::stop, with
+    /// which it also stops when the server stays away.
+    const std::optional<Stopped>& stopped() const;
+
+    /// When something of an answer arrived last, or a request ended otherwise than by a time
+    /// limit.
+    Clock::time_point last_progress() const;
 
     SchedulerStats stats() const;
 

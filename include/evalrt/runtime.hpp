@@ -2,6 +2,7 @@
 #ifndef EVALRT_RUNTIME_HPP
 #define EVALRT_RUNTIME_HPP
 
+#include "evalrt/detail/watchdog.hpp"
 #include "evalrt/http_backend.hpp"
 #include "evalrt/request_scheduler.hpp"
 #include "evalrt/server_process.hpp"
@@ -26,13 +27,17 @@ struct RuntimeOptions {
     std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)};
     TimeLimits limits;
     RetryOptions retry;
+    StopOptions stop;         ///< when the rest of a run is not worth asking for; default: never
+    unsigned restarts = 5;    ///< of a server of ours that ends or hangs, without an answer between
+    WatchdogOptions watchdog; ///< for a server of ours
     std::string api_key;
     std::string ca_file;
     LogSink log;        ///< what the user should read, a line at a time
     LogSink server_log; ///< what the server writes
 };
 
-/// Owns the server process (if it started one), the connections and the scheduler.
+/// Owns the server process (if it started one), the connections and the scheduler. A server of ours
+/// that ends, or hangs, is started again; what it was answering is asked again.
 ///
 /// Threads    belongs to its executor.
 /// Throws     std::invalid_argument from the constructor: what is wrong and what to do.
@@ -74,7 +79,10 @@ public:
     const std::string& url() const;            ///< for any OpenAI client
     const std::string& server_version() const; ///< as it tells when it is recognised; or empty
     const std::string& model() const; ///< for a request's "model"; may be empty: the body's own
-    bool running() const;             ///< false once a server of ours has ended
+    bool running() const;             ///< false while a server of ours has ended
+    unsigned restarts() const;        ///< so far
+    /// The end of what a server of ours wrote (64 KB) before it ended or hung the last time.
+    const std::string& server_output() const;
 
 private:
     struct Impl;

@@ -48,9 +48,9 @@ class Program(unittest.TestCase):
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, **more)
 
-    def run_program(self, *args, stdin=""):
+    def run_program(self, *args, stdin="", timeout=60):
         process = self.start(*args)
-        out, err = process.communicate(stdin, timeout=60)
+        out, err = process.communicate(stdin, timeout=timeout)
         return process.returncode, out, err
 
     def own_server(self, model=None):
@@ -162,14 +162,39 @@ class Program(unittest.TestCase):
         self.assertEqual(rows[1]["evalrt"]["attempts"], 1)
         self.assertEqual(json.loads((self.dir / "s").read_text())["failures"], {"rejected": 1})
 
-    def test_a_server_that_dies_in_the_run_is_said_and_keeps_what_was_answered(self):
-        path = self.suite(line("first", "x"), line("killer", "die"), line("after", "y"))
-        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(),
-                                        "--max-in-flight", "1", "--order", "fifo")
+    def test_a_server_that_dies_is_started_again_and_asked_the_same(self):
+        path = self.suite(*(line(f"q{i}", f"sleep 0.1 {i}") for i in range(20)),
+                          line("fatal", "die once"))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(), "--json", "s",
+                                        "--max-in-flight", "8", "--order", "fifo")
+        self.assertEqual(code, 0, err)
+        self.assertIn("the server has ended (exit status 9); it is started again", err)
+        self.assertEqual([row["error"] for row in self.rows((self.dir / "o").read_text())],
+                         [None] * 21)
+        summary = json.loads((self.dir / "s").read_text())
+        self.assertEqual((summary["answered"], summary["server_restarts"]), (21, 1))
+        self.assertIn("Segmentation fault in the engine", summary["server_output"])
+        self.assertTrue(any("started again" in note for note in summary["notes"]))
+
+    def test_an_item_of_which_the_server_dies_twice_fails_alone(self):
+        path = self.suite(*(line(f"q{i}", f"sleep 0.1 {i}") for i in range(10)),
+                          line("killer", "die"), *(line(f"r{i}", "x") for i in range(10)))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(), "--json", "s",
+                                        "--max-in-flight", "8", "--order", "fifo")
         self.assertEqual(code, 1, err)
-        rows = self.rows((self.dir / "o").read_text())
-        self.assertIsNone(rows[0]["error"])
-        self.assertEqual([row["error"]["code"] for row in rows[1:]], ["exited", "exited"])
+        failed = {row["custom_id"]: row["error"]["code"]
+                  for row in self.rows((self.dir / "o").read_text()) if row["error"]}
+        self.assertEqual(failed, {"killer": "poison"})
+        summary = json.loads((self.dir / "s").read_text())
+        self.assertEqual((summary["answered"], summary["server_restarts"]), (20, 2))
+
+    def test_a_server_that_dies_of_everything_ends_the_run(self):
+        path = self.suite(*(line(f"q{i}", "x") for i in range(30)))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server("dies-always"),
+                                        "--max-in-flight", "1", timeout=120)
+        self.assertEqual(code, 3, err)
+        self.assertIn("stopped early: the server has ended (exit status 9)", err)
+        self.assertLess(len(self.asked()), 10)
 
     def test_the_same_failure_everywhere_stops_the_run(self):
         path = self.suite(*(line(f"q{i}", "fail") for i in range(60)))

@@ -25,6 +25,16 @@ if args.model == "dies-while-loading":
 
 lock = threading.Lock()
 running = 0
+hung = threading.Event()
+
+
+def first_time():
+    """Whether no server before this one came here."""
+    try:
+        os.close(os.open(os.environ["FAKE_OPENAI_LOG"] + ".once", os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False
 
 
 def log(entry):
@@ -65,8 +75,15 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body, question):
         if question == "fail":
             return self.answer(400, json.dumps({"error": {"message": "this one is refused"}}))
-        if question == "die":
+        if question == "die" or (question == "die once" and first_time()):
+            print("Segmentation fault in the engine", file=sys.stderr, flush=True)
             os._exit(9)
+        if question == "hang once" and first_time():
+            hung.set()  # the engine's thread has died, the HTTP server goes on
+        if args.model == "dies-always" and body.get("max_tokens") != 1:
+            os._exit(9)
+        if hung.is_set():
+            time.sleep(1000)
         if "sleep" in question:
             time.sleep(float(question.split()[1]))
         if args.model == "wrong-key":

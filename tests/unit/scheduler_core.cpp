@@ -66,7 +66,7 @@ struct Queue {
     }
 
     bool answer(RequestId id, Point now = start) { return core.ended(id, {}, false, now); }
-    bool fail(RequestId id, const Response& response, Point now = start) {
+    bool fail(RequestId id, Response response, Point now = start) {
         return core.ended(id, response, false, now);
     }
 };
@@ -102,6 +102,7 @@ struct Model {
     Ids queue;
     Point paused{};
     bool refilling = true;
+    unsigned width = options.max_in_flight, good = 0;
 
     unsigned count(State state) const {
         return unsigned(std::count_if(items.begin(), items.end(),
@@ -118,9 +119,10 @@ struct Model {
             queue.push_back(id);
         }
         const unsigned busy = count(running);
-        if (queue.empty() || now < paused || busy == options.max_in_flight) return 0;
+        const auto allowed = width;
+        if (queue.empty() || now < paused || busy >= allowed) return 0;
         if (busy > 0) {
-            const auto free = options.max_in_flight - busy;
+            const auto free = allowed - busy;
             if (!refilling && free < options.refill && free < queue.size()) return 0;
             std::size_t cold = 0;
             for (const auto& [id, item] : items)
@@ -130,12 +132,19 @@ struct Model {
         const auto id = queue.front();
         queue.erase(queue.begin());
         items[id].state = running;
-        refilling = busy + 1 < options.max_in_flight;
+        refilling = busy + 1 < allowed;
         return id;
     }
 
     bool ended(RequestId id, const Response& response, bool delivered, Point now) {
         auto& item = items.at(id);
+        if (!response.outcome) {
+            table.succeeded(item.retry);
+            if (width < options.max_in_flight && ++good >= width) {
+                ++width;
+                good = 0;
+            }
+        }
         item.text = false;
         item.state = over;
         refilling = false;
@@ -145,7 +154,13 @@ struct Model {
         if (!verdict.again) return true;
         item.state = delayed;
         item.until = now + verdict.delay;
-        if (verdict.pause_server) paused = std::max(paused, item.until);
+        if (verdict.pause_server) {
+            if (paused <= now) {
+                width = std::max(1u, (count(running) + 1) / 2);
+                good = 0;
+            }
+            paused = std::max(paused, item.until);
+        }
         return false;
     }
 
@@ -182,6 +197,7 @@ SchedulerOptions random_scheduler(Random& random) {
     options.prefill_tokens = std::array{0u, 0u, 30u, 100u}[below(random, 4)];
     options.retry.attempts = 1 + below(random, 4);
     options.retry.seed = below(random, 1000);
+    options.breaker.failures = 0;
     return options;
 }
 
@@ -196,6 +212,8 @@ struct Life {
     double in_flight_seconds = 0, busy_seconds = 0;
     unsigned most = 0;
     Model* model = nullptr;
+    bool deaths = false; // of the server, now and then
+    bool down = false;
 
     RequestId any(const Ids& ids) { return ids[below(random, unsigned(ids.size()))]; }
 
@@ -221,7 +239,7 @@ struct Life {
     void end(RequestId id, const Response& response, bool delivered = false) {
         std::erase(running, id);
         const auto attempts = queue.core.attempts(id);
-        const bool over = queue.core.ended(id, response, delivered, now);
+        const bool over = queue.core.ended(id, Response(response), delivered, now);
         if (model) {
             REQUIRE(attempts == model->items.at(id).retry.attempts);
             REQUIRE(over == model->ended(id, response, delivered, now));
@@ -259,13 +277,24 @@ struct Life {
         check_wake();
     }
 
+    // All that runs breaks, some of it noticed before the death, some after.
+    void die() {
+        const auto broken = [&] {
+            return failed(below(random, 2) ? Errc::truncated : Errc::unreachable,
+                          evalrt::Stage::sent);
+        };
+        queue.core.server_lost();
+        for (const auto id : Ids(running)) end(id, broken(), below(random, 4) == 0);
+        down = true;
+    }
+
     // There is no need to ask again before wake(), and it is not in the past.
     void check_wake() {
         const auto wake = queue.core.wake(now);
         REQUIRE(wake > now);
         const bool open =
             std::any_of(ends.begin(), ends.end(), [](const auto& it) { return it.second == 0; });
-        if (running.empty() && open) REQUIRE(wake < never);
+        if (running.empty() && open && !down) REQUIRE(wake < never);
         if (!model) return;
         const auto before = std::min(wake, now + 1000h) - 1ns;
         REQUIRE(Model(*model).next(before) == 0);
@@ -293,12 +322,17 @@ struct Life {
                 if (last > 0) cancel(1 + below(random, unsigned(last) + 1));
             } else if (dice < 90) {
                 pass(std::chrono::milliseconds(below(random, 3000)));
+            } else if (down) {
+                queue.core.server_back();
+                down = false;
+            } else if (deaths && dice < 92) {
+                die();
             } else if (running.empty()) {
                 const auto wake = queue.core.wake(now);
                 if (wake > now && wake < never) pass(wake - now);
             }
             pump(options.max_in_flight);
-            if (closing && running.empty() && queue.core.wake(now) == never) break;
+            if (closing && running.empty() && !down && queue.core.wake(now) == never) break;
         }
         for (const auto& [id, count] : ends) REQUIRE(count == 1);
         REQUIRE(queue.core.waiting() == 0);
@@ -337,8 +371,10 @@ TEST_CASE("with any planner each request ends once, within the limit, and nothin
         plan.patience = std::chrono::seconds(std::array{1, 5, 1000}[below(random, 3)]);
         if (plan.release == Release::done)
             options.commit_delay = std::chrono::milliseconds(below(random, 2) * 700);
+        options.breaker.failures = below(random, 4);
+        options.breaker.patience = std::chrono::seconds(below(random, 100));
         Queue queue(options, std::make_unique<RadixPlanner>(plan));
-        Life{.queue = queue, .random = random}.live(options);
+        Life{.queue = queue, .random = random, .deaths = seed % 2 == 0}.live(options);
     }
 }
 
@@ -505,7 +541,9 @@ TEST_CASE("a server that has too much to do is left alone as long as it asks") {
 }
 
 TEST_CASE("a connection that broke before any byte is made again without counting") {
-    Queue queue(in_flight(1));
+    auto options = in_flight(1);
+    options.breaker.failures = 0;
+    Queue queue(options);
     queue.submit(1);
     Point now = start;
     for (int i = 0; i < 8; ++i) {
@@ -621,4 +659,198 @@ TEST_CASE("the time in flight is added up over those in flight") {
     CHECK(stats.most_in_flight == 2);
     CHECK(stats.in_flight_seconds == 6);
     CHECK(stats.busy_seconds == 4);
+}
+
+// Deaths of the server
+
+namespace {
+
+Response broken() { return failed(Errc::truncated, evalrt::Stage::text); }
+
+} // namespace
+
+TEST_CASE("what ran when the server died is asked again, one at a time and before all others") {
+    Queue queue(in_flight(3));
+    queue.submit(1, 5);
+    CHECK(queue.next() == Ids{1, 2, 3});
+    queue.core.server_lost();
+    for (const RequestId id : {1, 2, 3}) CHECK_FALSE(queue.fail(id, broken()));
+    CHECK(queue.next().empty());
+    CHECK(queue.core.wake(start) == never);
+    queue.core.server_back();
+    CHECK(queue.next() == Ids{1});
+    CHECK(queue.answer(1));
+    CHECK(queue.next() == Ids{2});
+    CHECK(queue.answer(2));
+    CHECK(queue.next() == Ids{3});
+    CHECK(queue.answer(3));
+    CHECK(queue.core.stats(start).reruns == 3);
+    CHECK(queue.next() == Ids{4, 5});
+}
+
+TEST_CASE("the request of which the server dies twice fails, the others are answered") {
+    Queue queue(in_flight(3));
+    queue.submit(1, 3);
+    CHECK(queue.next() == Ids{1, 2, 3});
+    queue.core.server_lost();
+    for (const RequestId id : {1, 2, 3}) queue.fail(id, broken());
+    queue.core.server_back();
+    CHECK(queue.next() == Ids{1});
+    queue.core.server_lost();
+    auto response = broken();
+    CHECK(queue.core.ended(1, response, false, start));
+    CHECK(response.outcome == Errc::poison);
+    CHECK(response.detail.find("twice") != response.detail.npos);
+    queue.core.server_back();
+    CHECK(queue.next() == Ids{2});
+    CHECK(queue.answer(2));
+    CHECK(queue.next() == Ids{3});
+    CHECK(queue.answer(3));
+}
+
+TEST_CASE("a death does not count as an attempt, and an answer clears the suspicion") {
+    auto options = in_flight(1);
+    options.retry.attempts = 1;
+    Queue queue(options);
+    queue.submit(1, 1);
+    queue.next();
+    queue.core.server_lost();
+    CHECK_FALSE(queue.fail(1, broken()));
+    CHECK(queue.core.attempts(1) == 0);
+    queue.core.server_back();
+    CHECK(queue.next() == Ids{1});
+    // What the server itself said is no death.
+    queue.core.server_lost();
+    auto response = failed(Errc::context_too_long, evalrt::Stage::answered);
+    CHECK(queue.core.ended(1, response, false, start));
+    CHECK(response.outcome == Errc::context_too_long);
+}
+
+TEST_CASE("an answer whose text was seen is not asked again after a death") {
+    Queue queue(in_flight(1));
+    queue.submit(1, 1);
+    queue.next();
+    queue.core.server_lost();
+    auto response = broken();
+    CHECK(queue.core.ended(1, response, true, start));
+    CHECK(response.outcome == Errc::exited);
+}
+
+TEST_CASE("a suspect is cancelled, and has its deadline, like any other") {
+    Queue queue(in_flight(2));
+    queue.submit(1, "?", start + 5s);
+    queue.submit(2, 2);
+    queue.next();
+    queue.core.server_lost();
+    queue.fail(1, broken());
+    queue.fail(2, broken());
+    CHECK(queue.core.late(start + 5s) == Ids{1});
+    CHECK(queue.core.cancel(1) == Place::waiting);
+    CHECK(queue.core.cancel(2) == Place::waiting);
+    queue.core.server_back();
+    CHECK(queue.next().empty());
+    CHECK(queue.core.waiting() == 0);
+}
+
+TEST_CASE("a new server has an empty cache") {
+    Queue queue(in_flight(4), radix(Release::first_text));
+    const std::string shared(1000, 's');
+    for (RequestId id = 1; id <= 3; ++id) queue.submit(id, shared + char('a' + id));
+    CHECK(queue.next() == Ids{1});
+    queue.core.first_text(1, start);
+    CHECK(queue.answer(1));
+    queue.core.server_lost();
+    queue.core.server_back();
+    CHECK(queue.next() == Ids{2}); // a leader again
+    queue.core.first_text(2, start);
+    CHECK(queue.next() == Ids{3});
+}
+
+// A server that is away
+
+TEST_CASE("requests that could not be sent wait for the server, and only one of them looks") {
+    auto options = in_flight(4);
+    options.breaker = {.failures = 3, .first_pause = 1s, .longest_pause = 4s, .patience = 30s};
+    Queue queue(options);
+    queue.submit(1, 4);
+    CHECK(queue.next().size() == 4);
+    for (const RequestId id : {1, 2, 3, 4}) CHECK_FALSE(queue.fail(id, failed(Errc::unreachable)));
+    auto now = start;
+    for (int i = 0; i < 6; ++i) {
+        now = queue.core.wake(now);
+        CHECK(now < start + 30s);
+        const auto sent = queue.next(now);
+        REQUIRE(sent.size() <= 1);
+        if (!sent.empty()) CHECK_FALSE(queue.fail(sent.front(), failed(Errc::unreachable), now));
+    }
+    CHECK(queue.core.attempts(1) == 0);
+    CHECK_FALSE(queue.core.server_gone(now));
+    now += 4s;
+    const auto sent = queue.next(now);
+    REQUIRE(sent.size() == 1);
+    CHECK(queue.answer(sent.front(), now));
+    CHECK(queue.next(now).size() == 3);
+}
+
+TEST_CASE("a server that stays away is gone") {
+    auto options = in_flight(1);
+    options.breaker = {.failures = 1, .patience = 30s};
+    Queue queue(options);
+    queue.submit(1, 1);
+    queue.next();
+    queue.fail(1, failed(Errc::unreachable));
+    CHECK_FALSE(queue.core.server_gone(start + 29s));
+    CHECK(queue.core.server_gone(start + 30s));
+}
+
+TEST_CASE("a server that still sends text is only short of connections") {
+    auto options = in_flight(3);
+    options.breaker.failures = 1;
+    Queue queue(options);
+    queue.submit(1, 3);
+    queue.next();
+    queue.core.first_text(1, start);
+    queue.fail(2, failed(Errc::unreachable, evalrt::Stage::sent));
+    CHECK(queue.next(start + 1s) == Ids{2});
+}
+
+TEST_CASE("an overloaded server gets half as many, and then one more a round") {
+    Queue queue(in_flight(8));
+    queue.submit(1, 40);
+    CHECK(queue.next().size() == 8);
+    for (RequestId id = 1; id <= 8; ++id)
+        CHECK_FALSE(queue.fail(id, asked_to_wait(Errc::overloaded, 1s)));
+    CHECK(queue.next().empty());
+    auto now = start + 2s;
+    auto sent = queue.next(now);
+    CHECK(sent.size() == 4); // once for all that were turned away together
+    for (unsigned round = 5; round <= 8; ++round) {
+        for (const auto id : sent) CHECK(queue.answer(id, now));
+        sent = queue.next(now);
+        CHECK(sent.size() == round);
+    }
+    for (const auto id : sent) CHECK(queue.answer(id, now));
+    CHECK(queue.next(now).size() <= 8);
+}
+
+TEST_CASE("a run that is not worth going on with says so, while something waits") {
+    auto options = in_flight(1);
+    options.stop = {.refused = 2, .alike = 20};
+    Queue queue(options);
+    queue.submit(1, 3);
+    for (const RequestId id : {1, 2}) {
+        CHECK_FALSE(queue.core.stop_reason());
+        CHECK(queue.next() == Ids{id});
+        CHECK(queue.fail(id, failed(Errc::auth)));
+    }
+    REQUIRE(queue.core.stop_reason());
+    CHECK(queue.core.stop_reason()->first == Errc::auth);
+
+    Queue last(options);
+    last.submit(1, 2);
+    for (const RequestId id : {1, 2}) {
+        last.next();
+        last.fail(id, failed(Errc::auth));
+    }
+    CHECK_FALSE(last.core.stop_reason()); // nothing is left
 }

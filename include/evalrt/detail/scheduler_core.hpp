@@ -2,9 +2,11 @@
 #ifndef EVALRT_DETAIL_SCHEDULER_CORE_HPP
 #define EVALRT_DETAIL_SCHEDULER_CORE_HPP
 
+#include "evalrt/detail/breaker.hpp"
 #include "evalrt/detail/retry.hpp"
 #include "evalrt/prefix_planner.hpp"
 
+#include <deque>
 #include <map>
 #include <unordered_map>
 
@@ -16,6 +18,11 @@ struct SchedulerOptions {
     unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
     std::chrono::milliseconds commit_delay{}; ///< end of a leader to its prefix being visible
     RetryOptions retry;
+    BreakerOptions breaker;
+    StopOptions stop;
+    /// A broken connection is held for so long before it counts: the server may turn out to have
+    /// died. Only where somebody calls server_lost(). Zero: not held.
+    std::chrono::milliseconds hold_broken{};
 };
 
 struct SchedulerStats {
@@ -24,6 +31,10 @@ struct SchedulerStats {
     double in_flight_seconds = 0; ///< the integral of in_flight over time
     double busy_seconds = 0;      ///< time with something in flight
     std::uint64_t resends = 0;    ///< connections that broke before any byte of an answer
+    std::uint64_t answered = 0;
+    std::uint64_t timeouts = 0; ///< attempts that ran into a time limit of theirs
+    std::uint64_t reruns = 0;   ///< attempts made again because the server had died under them
+    unsigned allowed = 0;       ///< in flight at present: less than the limit after an overload
 };
 
 namespace detail {
@@ -33,8 +44,13 @@ public:
     using Point = Clock::time_point;
 
     SchedulerCore(PrefixPlanner& planner, SchedulerOptions options)
-        : planner_(planner), options_(options), retry_(options.retry) {
+        : planner_(planner),
+          options_(options),
+          retry_(options.retry),
+          breaker_(options.breaker),
+          stop_(options.stop) {
         options_.max_in_flight = std::max(options_.max_in_flight, 1u);
+        width_ = options_.max_in_flight;
     }
 
     /// What the prompt's views point at must stay until the request has ended for good.
@@ -52,10 +68,13 @@ public:
     std::optional<Pick> next(Point now) {
         release(now);
         held_until_ = Point::max();
-        if (now < paused_until_ || waiting_ == 0 || running_ >= options_.max_in_flight) return {};
+        const auto allowed = breaker_.allowed(width_, now);
+        if (down_ || now < paused_until_ || running_ >= allowed) return {};
+        if (!suspects_.empty()) return running_ == 0 ? next_suspect(now) : std::optional<Pick>();
+        if (waiting_ == 0 || alone_) return {};
         if (running_ > 0) {
             // Nearly all places are taken: wait until several are free, and fill them together.
-            const auto free = options_.max_in_flight - running_;
+            const auto free = allowed - running_;
             if (!refilling_ && free < std::min<std::size_t>(options_.refill, waiting_)) return {};
             if (options_.prefill_tokens > 0 &&
                 prefilling_ >= options_.prefill_tokens * bytes_per_token)
@@ -66,64 +85,138 @@ public:
             held_until_ = planner_.wake();
             return {};
         }
-        account(now);
         --waiting_;
-        ++running_;
-        refilling_ = running_ < options_.max_in_flight;
-        stats_.most_in_flight = std::max(stats_.most_in_flight, running_);
-        Item& item = items_.at(pick->id);
-        item.state = State::running;
-        item.cold = pick->prompt_bytes - pick->expected_bytes.value_or(0);
-        prefilling_ += item.cold;
+        run(*pick, now);
+        refilling_ = running_ < allowed;
         return pick;
     }
 
     void first_text(RequestId id, Point now) {
         const auto it = items_.find(id);
         if (it == items_.end() || it->second.state != State::running || it->second.has_text) return;
+        breaker_.alive();
         it->second.has_text = true;
+        ++with_text_;
         prefilling_ -= it->second.cold;
         planner_.progressed(id, PrefixPlanner::Stage::first_text, now);
     }
 
     /// A running request has ended. False: not for good, next() will name it again.
-    /// `delivered`: the caller has seen text of it.
-    bool ended(RequestId id, const Response& response, bool delivered, Point now) {
+    /// `delivered`: the caller has seen text of it. Puts right what only the core can know: that
+    /// the server died under it, or of it.
+    bool ended(RequestId id, Response& response, bool delivered, Point now) {
         Item& item = items_.at(id);
         account(now);
         --running_;
         refilling_ = false;
-        if (!item.has_text) prefilling_ -= item.cold;
-        item.has_text = false;
+        if (std::exchange(item.has_text, false))
+            --with_text_;
+        else
+            prefilling_ -= item.cold;
+        const bool alone = std::exchange(item.alone, false);
+        alone_ = alone_ && !alone;
+        const bool lost = std::exchange(item.lost, false);
         if (!response.outcome) {
-            ++item.retry.attempts;
+            breaker_.alive();
+            ++stats_.answered;
+            if (width_ < options_.max_in_flight && ++good_ >= width_) widen(width_ + 1);
+            retry_.succeeded(item.retry);
+            item.deaths = 0;
             // The place is free at once; what the others wait for comes a little later.
             if (options_.commit_delay.count() > 0) {
                 committing_.emplace_back(now + options_.commit_delay, id);
                 item.state = State::committing;
+                judge(response);
             } else {
                 planner_.progressed(id, PrefixPlanner::Stage::done, now);
-                forget(id);
+                settle(id, response);
             }
             return true;
         }
         planner_.progressed(id, PrefixPlanner::Stage::failed, now);
-        if (*response.outcome != Errc::cancelled && !(item.deadline <= now)) {
-            const auto before = item.retry.resends;
-            const auto verdict = retry_.decide(response, delivered, item.retry);
-            stats_.resends += item.retry.resends - before;
-            if (verdict.again) {
-                item.state = State::delayed;
-                delayed_.emplace(now + verdict.delay, id);
-                if (verdict.pause_server)
-                    paused_until_ = std::max(paused_until_, now + verdict.delay);
+        const auto errc = *response.outcome;
+        if (errc == Errc::timed_out) ++stats_.timeouts;
+        if (errc == Errc::cancelled || item.deadline <= now) {
+            ++item.retry.attempts;
+            settle(id, response);
+            return true;
+        }
+        if (lost && broken(response)) {
+            // The server died while this ran, and this may be why: it is asked again, but alone.
+            // A second death names it for certain.
+            if (item.deaths < 2 && !delivered) {
+                item.state = State::suspect;
+                suspects_.push_back(id);
+                ++stats_.reruns;
                 return false;
             }
-        } else {
             ++item.retry.attempts;
+            if (item.deaths >= 2) {
+                response.outcome = Errc::poison;
+                response.detail = "the server died twice while it ran this request, the second "
+                                  "time with no other beside it";
+            } else if (errc != Errc::exited) {
+                response.outcome = Errc::exited;
+                response.detail = "the server died in the middle of the answer";
+            }
+            settle(id, response);
+            return true;
         }
-        forget(id);
-        return true;
+        const bool refused = errc == Errc::unreachable && response.stage == Stage::none;
+        if (errc != Errc::unreachable || response.stage > Stage::sent)
+            breaker_.alive();
+        else if (with_text_ == 0) // else it is only short of places for connections
+            breaker_.dead(now);
+        const auto before = item.retry.resends;
+        RetryVerdict verdict;
+        if (refused && !delivered && breaker_.waits(now))
+            verdict = {true, std::chrono::milliseconds(100), false}; // nothing was sent
+        else
+            verdict = retry_.decide(response, delivered, item.retry);
+        stats_.resends += item.retry.resends - before;
+        if (!verdict.again) {
+            settle(id, response);
+            return true;
+        }
+        item.state = State::delayed;
+        delayed_.emplace(now + verdict.delay, id);
+        if (verdict.pause_server) {
+            // Half as many after the pause, once for all that were turned away together; then one
+            // more for each round that goes well.
+            if (paused_until_ <= now) widen((running_ + 1) / 2);
+            paused_until_ = std::max(paused_until_, now + verdict.delay);
+        }
+        return false;
+    }
+
+    /// The server has died, or was killed because it hung. What runs will break, and is asked
+    /// again; nothing is sent until server_back().
+    void server_lost() {
+        down_ = true;
+        if (running_ > 1) widen(running_ / 2); // the load, perhaps
+        for (auto& [id, item] : items_) {
+            if (item.state != State::running || item.lost) continue;
+            item.lost = true;
+            ++item.deaths;
+        }
+        planner_.cache_lost();
+    }
+
+    void server_back() {
+        down_ = false;
+        breaker_.alive();
+    }
+
+    using Reason = std::optional<std::pair<Errc, std::string>>;
+
+    /// Why the rest of the run is not worth asking for.
+    const Reason& stop_reason() const { return stop_reason_; }
+
+    /// The server has not answered for longer than the breaker's patience.
+    bool server_gone(Point now) const { return !down_ && breaker_.gone(now); }
+
+    bool ended(RequestId id, Response&& response, bool delivered, Point now) {
+        return ended(id, response, delivered, now);
     }
 
     /// Attempts so far that counted.
@@ -142,6 +235,8 @@ public:
         if (it->second.state == State::waiting) {
             planner_.remove(id);
             --waiting_;
+        } else if (it->second.state == State::suspect) {
+            std::erase(suspects_, id);
         } else {
             std::erase_if(delayed_, [&](const auto& entry) { return entry.second == id; });
         }
@@ -164,10 +259,15 @@ public:
         Point at = Point::max();
         if (!deadlines_.empty()) at = deadlines_.begin()->first;
         if (!committing_.empty()) at = std::min(at, committing_.front().first);
-        if (running_ < options_.max_in_flight) {
+        if (down_) return at;
+        const auto allowed = breaker_.allowed(width_, now);
+        const bool may_wait = waiting_ > 0 || !suspects_.empty();
+        if (breaker_.open() && (may_wait || !delayed_.empty()) && breaker_.wake() > now)
+            at = std::min(at, breaker_.wake());
+        if (running_ < allowed) {
             if (!delayed_.empty())
                 at = std::min(at, std::max(delayed_.begin()->first, paused_until_));
-            if (waiting_ > 0) {
+            if (may_wait) {
                 if (paused_until_ > now) at = std::min(at, paused_until_);
                 at = std::min(at, held_until_);
             }
@@ -178,26 +278,74 @@ public:
     SchedulerStats stats(Point now) {
         account(now);
         stats_.in_flight = running_;
+        stats_.allowed = breaker_.allowed(width_, now);
         return stats_;
     }
 
-    std::size_t waiting() const { return waiting_ + delayed_.size(); }
+    std::size_t waiting() const { return waiting_ + delayed_.size() + suspects_.size(); }
     unsigned running() const { return running_; }
 
 private:
     // Only thresholds depend on it; 4 is the usual figure for English text and JSON.
     static constexpr std::size_t bytes_per_token = 4;
 
-    enum class State { waiting, running, delayed, committing };
+    enum class State { waiting, running, delayed, suspect, committing };
 
     struct Item {
         State state = State::waiting;
         Prompt prompt;        // to wait once more after a failure
         std::size_t cold = 0; // prompt bytes that the server has to prefill
         bool has_text = false;
+        bool lost = false;   // the server has died under the attempt that runs
+        bool alone = false;  // nothing else may run meanwhile
+        unsigned deaths = 0; // of the server while this ran, and no answer since
         RetryState retry;
         Point deadline = Point::max();
     };
+
+    void run(const Pick& pick, Point now) {
+        account(now);
+        ++running_;
+        stats_.most_in_flight = std::max(stats_.most_in_flight, running_);
+        Item& item = items_.at(pick.id);
+        item.state = State::running;
+        item.cold = pick.prompt_bytes - pick.expected_bytes.value_or(0);
+        prefilling_ += item.cold;
+    }
+
+    std::optional<Pick> next_suspect(Point now) {
+        Pick pick;
+        pick.id = suspects_.front();
+        suspects_.pop_front();
+        Item& item = items_.at(pick.id);
+        pick.prompt_bytes = item.prompt.bytes();
+        item.alone = alone_ = true;
+        run(pick, now);
+        return pick;
+    }
+
+    void widen(unsigned width) {
+        width_ = std::max(width, 1u);
+        good_ = 0;
+    }
+
+    // What a dying server leaves of an answer.
+    static bool broken(const Response& response) {
+        return response.outcome == Errc::unreachable || response.outcome == Errc::truncated ||
+               response.outcome == Errc::malformed || response.outcome == Errc::timed_out ||
+               response.outcome == Errc::exited;
+    }
+
+    void settle(RequestId id, const Response& response) {
+        forget(id);
+        judge(response);
+    }
+
+    void judge(const Response& response) {
+        auto why = stop_.ended(response);
+        if (!stop_reason_ && !why.empty() && waiting() > 0)
+            stop_reason_ = {*response.outcome, std::move(why)};
+    }
 
     void release(Point now) {
         while (!committing_.empty() && committing_.front().first <= now) {
@@ -233,9 +381,17 @@ private:
     PrefixPlanner& planner_;
     SchedulerOptions options_;
     RetryTable retry_;
+    Breaker breaker_;
+    StopRule stop_;
+    Reason stop_reason_;
     std::unordered_map<RequestId, Item> items_;
     std::set<std::pair<Point, RequestId>> deadlines_, delayed_;
     std::deque<std::pair<Point, RequestId>> committing_;
+    std::deque<RequestId> suspects_; // run one at a time, before all others
+    unsigned width_ = 1;             // in flight at most: the limit, or less after an overload
+    unsigned good_ = 0;              // answers since it changed
+    bool down_ = false, alone_ = false;
+    unsigned with_text_ = 0;  // of those that run
     std::size_t waiting_ = 0; // in the planner
     unsigned running_ = 0;
     std::size_t prefilling_ = 0; // cold bytes of those without text

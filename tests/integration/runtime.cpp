@@ -1,0 +1,157 @@
+// The whole stack over a server process of its own: what becomes of a run when the server hangs,
+// dies or stays away. The server is tests/support/fake_openai.py.
+#include "evalrt/runtime.hpp"
+
+#include "support/catch.hpp"
+
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/steady_timer.hpp>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include <unistd.h>
+
+using namespace evalrt;
+using namespace std::chrono_literals;
+
+namespace {
+
+struct Stack {
+    std::filesystem::path folder;
+    asio::io_context io{1};
+    std::vector<std::string> said;
+    RuntimeOptions options;
+    std::unique_ptr<Runtime> runtime;
+    std::vector<Response> answers;
+
+    Stack() {
+        std::string name = (std::filesystem::temp_directory_path() / "evalrt-XXXXXX").string();
+        folder = ::mkdtemp(name.data());
+        ::setenv("FAKE_OPENAI_LOG", (folder / "asked").c_str(), 1);
+        options.backend = "mlx-server";
+        options.executable = FAKE_OPENAI;
+        options.model = "some-model";
+        options.log = [this](std::string_view line) { said.emplace_back(line); };
+    }
+    ~Stack() {
+        runtime.reset();
+        io.restart();
+        io.poll();
+        std::filesystem::remove_all(folder);
+    }
+
+    void open() {
+        runtime = std::make_unique<Runtime>(io.get_executor(), options);
+        bool opened = false;
+        runtime->async_open([&](error_code ec, std::string detail) {
+            INFO(detail);
+            CHECK(!ec);
+            opened = true;
+        });
+        run_until([&] { return opened; });
+    }
+
+    template <class Done>
+    void run_until(Done done) {
+        const auto limit = Clock::now() + 60s;
+        io.restart();
+        while (!done() && Clock::now() < limit) io.run_one_for(100ms);
+        REQUIRE(done());
+    }
+
+    static Request ask(std::string question) {
+        Request request;
+        request.body = R"({"messages": [{"role": "user", "content": ")" + question + R"("}]})";
+        return request;
+    }
+
+    // All of them, in any order of their ends.
+    void ask_all(const std::vector<std::string>& questions) {
+        answers.assign(questions.size(), {});
+        std::size_t ended = 0;
+        for (std::size_t i = 0; i < questions.size(); ++i)
+            runtime->backend().async_complete(ask(questions[i]), {},
+                                              [&, i](error_code, Response response) {
+                                                  answers[i] = std::move(response);
+                                                  ++ended;
+                                              });
+        run_until([&] { return ended == questions.size(); });
+    }
+};
+
+} // namespace
+
+TEST_CASE("a server that calls itself healthy but brings no token is started again") {
+    Stack stack;
+    stack.options.watchdog = {.quiet = 500ms, .canary_limit = 500ms, .canaries = 2};
+    stack.open();
+    const auto url = stack.runtime->url();
+    stack.ask_all({"one", "hang once", "two", "three"});
+    for (const auto& answer : stack.answers) CHECK_FALSE(answer.outcome);
+    CHECK(stack.runtime->restarts() == 1);
+    CHECK(stack.runtime->url() == url);
+    REQUIRE(stack.said.size() >= 1);
+    CHECK(stack.said.back().find("did not answer any more") != std::string::npos);
+}
+
+TEST_CASE("a request that times out raises the question whether the server works") {
+    Stack stack;
+    stack.options.watchdog = {.quiet = 0ms, .canary_limit = 300ms, .canaries = 1};
+    stack.options.limits.first_byte = 700ms;
+    stack.open();
+    stack.ask_all({"hang once"});
+    CHECK_FALSE(stack.answers[0].outcome);
+    CHECK(stack.runtime->restarts() == 1);
+}
+
+TEST_CASE("a slow answer from a server that works is waited for") {
+    Stack stack;
+    stack.options.watchdog = {.quiet = 300ms, .canary_limit = 5s, .canaries = 1};
+    stack.open();
+    stack.ask_all({"sleep 2"});
+    CHECK_FALSE(stack.answers[0].outcome);
+    CHECK(stack.runtime->restarts() == 0);
+}
+
+TEST_CASE("a server that ends while nothing is asked is there for the next question") {
+    Stack stack;
+    stack.open();
+    stack.ask_all({"die once"});
+    CHECK_FALSE(stack.answers[0].outcome);
+    CHECK(stack.runtime->restarts() == 1);
+    CHECK(stack.runtime->server_output().find("Segmentation fault") != std::string::npos);
+    stack.ask_all({"more", "and more"});
+    for (const auto& answer : stack.answers) CHECK_FALSE(answer.outcome);
+}
+
+TEST_CASE("without restarts what waits ends when the server has ended") {
+    Stack stack;
+    stack.options.restarts = 0;
+    stack.options.max_in_flight = 1;
+    stack.options.order = Order::fifo;
+    stack.open();
+    stack.ask_all({"one", "die", "two"});
+    CHECK_FALSE(stack.answers[0].outcome);
+    CHECK(stack.answers[1].outcome == Errc::exited);
+    CHECK(stack.answers[2].outcome == Errc::exited);
+    CHECK(stack.answers[2].detail.find("exit status 9") != std::string::npos);
+    CHECK_FALSE(stack.runtime->running());
+}
+
+TEST_CASE("a runtime may be closed or destroyed while its server is started again") {
+    for (const bool close : {true, false}) {
+        Stack stack;
+        stack.open();
+        int ended = 0;
+        for (int i = 0; i < 3; ++i)
+            stack.runtime->backend().async_complete(Stack::ask("die"), {},
+                                                    [&](error_code, Response) { ++ended; });
+        stack.run_until([&] { return !stack.runtime->running(); });
+        if (!close) continue; // destroys it
+        bool closed = false;
+        stack.runtime->async_close([&](error_code) { closed = true; });
+        stack.run_until([&] { return closed && ended == 3; });
+    }
+}

@@ -79,6 +79,7 @@ const std::array rows{
         .in_flight = 32, // its --decode-concurrency; answers of unlike length keep the batch full
         .release = Release::first_text,
         .match_length = true,
+        .refill = 8, // each arrival makes it pack its whole batch anew
         .remark = "a seed at temperature 0 is dropped: with one it does not batch",
     },
     BackendRow{

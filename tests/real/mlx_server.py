@@ -29,7 +29,8 @@ SERVER = ["--backend", "mlx-server", "--executable", args.server]
 def servers(folder):
     """Model servers whose model is in this folder."""
     out = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True).stdout
-    return [row for row in out.splitlines() if "mlx_lm" in row and f"--model {folder}/" in row]
+    return [row for row in out.splitlines()
+            if "mlx_lm" in row and f"--model {folder}/" in row and args.evalrt not in row]
 
 
 def line(custom_id, question, **body):
@@ -170,6 +171,23 @@ class RealServer(unittest.TestCase):
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and servers(self.dir):
             time.sleep(0.05)
+
+    def test_a_server_that_is_killed_is_started_again_and_asked_the_same(self):
+        lines = [line("short", "Hi", max_tokens=1)] + [
+            line(f"q{i}", f"Tell a story about the number {i}.", max_tokens=60) for i in range(6)]
+        (self.dir / "suite").write_text("\n".join(lines))
+        process = self.program("run", "suite", "-o", "out", *SERVER, "--model", self.model,
+                               "--order", "fifo", "--json", "summary")
+        part = self.dir / "out.part"
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (part.exists() and part.stat().st_size):
+            time.sleep(0.05)
+        os.kill(int(servers(self.dir)[0].split()[0]), signal.SIGKILL)
+        _, err = process.communicate(timeout=300)
+        self.assertEqual(process.returncode, 0, err)
+        summary = json.loads((self.dir / "summary").read_text())
+        self.assertEqual((summary["answered"], summary["server_restarts"]), (7, 1))
+        self.assertIn("killed by signal 9", err)
 
     def test_a_server_that_runs_already_is_used_and_left_alone(self):
         with socket.socket() as probe:

@@ -29,6 +29,11 @@ std::vector<std::string> AnswerWatch::answered(const Prepared& prepared,
         notes.push_back(fmt::format("WARNING: a prompt is longer than --max-context {}; {} cuts "
                                     "off its beginning and answers the rest",
                                     max_context_, name_));
+    // JSON has three to four bytes a token.
+    if (prepared.tools_bytes >= 500 && usage.prompt_tokens &&
+        *usage.prompt_tokens < std::int64_t(prepared.tools_bytes / 10))
+        notes.push_back("WARNING: a prompt has fewer tokens than its tools would need: the model's "
+                        "chat template seems to leave tools out");
     if (always_stop_ && prepared.max_tokens && usage.completion_tokens >= *prepared.max_tokens)
         notes.push_back(
             fmt::format("an answer has all the tokens that max_tokens allows: it is cut "

@@ -458,6 +458,7 @@ void fix_for(const BackendRow& row, std::span<const Member> list, std::vector<Ch
     if (row.default_temperature && !given("temperature"))
         note("requests have no \"temperature\": {} then takes {}; send one to choose", row.name,
              *row.default_temperature);
+    prepared.tools_bytes = given("tools").value_or("").size();
     // As mlx_lm makes its processors: none for what is empty or 0.
     for (const auto key :
          {"logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"})

@@ -63,6 +63,7 @@ struct Prepared {
     std::string model;                      ///< asked for; may be empty
     std::optional<std::int64_t> max_tokens; ///< of the body, or the server's default
     bool processors = false;                ///< it has penalties or a logit_bias
+    std::size_t tools_bytes = 0;            ///< of its tools
 };
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model);

@@ -24,6 +24,7 @@ EOF
 cases='' suite=simple_python max_tokens='' backend=mlx-server model='' url='' baseline=same
 in_flight=auto min_speedup=3 score=no out="$ROOT/build/smoke"
 while [ $# -gt 0 ]; do
+    case $1 in --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac # --cases=8
     case $1 in
     --score) score=yes; shift; continue ;;
     -h | --help) usage; exit 0 ;;

@@ -21,6 +21,7 @@ struct Options {
     std::string key_file;
     double timeout = 0;
     unsigned retries = 2;
+    bool backend_given = false;
     std::optional<std::int64_t> limit, max_tokens;
     std::optional<double> temperature;
 };
@@ -29,7 +30,8 @@ struct Options {
 void add_common(CLI::App& command, Options& options) {
     auto& runtime = options.common.runtime;
     command.add_option("--backend", runtime.backend, "Model server: " + backend_names())
-        ->capture_default_str();
+        ->capture_default_str()
+        ->each([&](const std::string&) { options.backend_given = true; });
     command.add_option("--url", runtime.url,
                        "Use the server that runs at this address (ends in /v1); start none");
     command.add_option("--model", runtime.model,
@@ -100,6 +102,15 @@ std::string settle(Options& options) {
 int fail(std::string_view what) {
     say(what);
     return exit_usage;
+}
+
+// Said before the run: the default backend is slow for any other server.
+void hint(const Options& options) {
+    const auto& runtime = options.common.runtime;
+    if (!runtime.url.empty() && !options.backend_given)
+        say(fmt::format("no --backend is given, so the server is taken for {}, one request at a "
+                        "time; --backend openai-url finds out what it is",
+                        runtime.backend));
 }
 
 int run(Options& options, const std::string& path, const std::string& out, bool skip_invalid) {
@@ -326,6 +337,7 @@ int main(int argc, char** argv) {
         listed.api_key = options.common.runtime.api_key;
         return backends(listed);
     }
+    hint(options);
     if (bfcl_command.parsed()) return run_bfcl(options, asked);
     return run(options, file, out, skip_invalid);
 }

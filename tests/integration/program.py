@@ -300,6 +300,12 @@ class Program(unittest.TestCase):
             self.refused(3, f"port {port} is in use", "run", self.suite(line("a", "x")), "-o",
                          "out", *self.own_server(), "--port", port)
 
+    def test_a_url_without_a_backend_gets_a_hint(self):
+        args = ("run", self.suite(line("a", "x")), "-o", "out", "--url", "http://127.0.0.1:1/v1")
+        self.assertIn("--backend openai-url", self.refused(3, "cannot connect", *args))
+        self.assertNotIn("no --backend", self.refused(3, "cannot connect", *args, "--backend",
+                                                      "tinygpt"))
+
     def test_a_url_where_nothing_answers_is_said(self):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))

@@ -83,3 +83,14 @@ TEST_CASE("penalties in some requests only are told of a server that they can st
     CHECK(other.sent(asked("")).empty());
     CHECK(other.sent(asked("", {}, true)).empty());
 }
+
+TEST_CASE("tools that the chat template leaves out are told") {
+    const AnswerWatch watch(row_of("mlx-server"), 0);
+    auto prepared = asked("");
+    prepared.tools_bytes = 1000;
+    CHECK(only(watch.answered(prepared, answer("", 40))).find("tools") != std::string::npos);
+    CHECK(watch.answered(prepared, answer("", 250)).empty());
+    CHECK(watch.answered(prepared, Response()).empty());
+    prepared.tools_bytes = 200; // too few to tell
+    CHECK(watch.answered(prepared, answer("", 10)).empty());
+}

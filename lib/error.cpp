@@ -36,6 +36,12 @@ public:
 
 std::string_view name(Errc errc) noexcept { return table[int(errc)].name; }
 
+std::optional<Errc> find_errc(std::string_view name) noexcept {
+    for (std::size_t i = 1; i < std::size(table); ++i)
+        if (table[i].name == name) return Errc(i);
+    return {};
+}
+
 const boost::system::error_category& category() noexcept {
     static const Category instance;
     return instance;

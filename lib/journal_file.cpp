@@ -66,12 +66,6 @@ std::int64_t unix_ms() {
         .count();
 }
 
-std::optional<Errc> errc_of(std::string_view text) {
-    for (int i = 1; i <= int(Errc::poison); ++i)
-        if (name(Errc(i)) == text) return Errc(i);
-    return {};
-}
-
 std::string to_json(const JournalFields& fields) {
     json::object object;
     for (const auto& [key, value] : fields) object[key] = value;
@@ -405,13 +399,16 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
     return guarded("write", [&] {
         auto config = run.identity;
         config.insert(config.end(), options.settings.begin(), options.settings.end());
+        // Begun already: a second time with a version that was not known the first time.
         std::int64_t run_id = 0;
         bool known = false;
         std::string difference;
         bool same_suite = false;
         Statement runs(*this,
                        "SELECT id, suite, config, server_version FROM runs ORDER BY id DESC");
-        while (options.mode == JournalMode::resume && run_id == 0 && runs.step("read")) {
+        while ((options.mode == JournalMode::resume || run_ > 0) && run_id == 0 &&
+               runs.step("read")) {
+            if (run_ > 0 && runs.integer(0) != run_) continue;
             auto before = from_json(runs.text(2));
             auto now = config;
             // Before the first answer nobody knows it.
@@ -420,7 +417,7 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
                 now.emplace_back("server_version", run.server_version);
             }
             const auto text = journal_difference(before, now);
-            const bool suite = runs.text(1) == options.suite;
+            const bool suite = runs.text(1) == std::string_view(options.suite);
             known |= text.empty();
             if (text.empty() && suite) run_id = runs.integer(0);
             if (difference.empty() || (suite && !same_suite)) difference = text;
@@ -446,11 +443,14 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
             Statement update(*this, "UPDATE runs SET server_version = ? WHERE id = ?");
             update.add(std::string_view(run.server_version)).add(run_id).step("write");
         }
-        started_ = unix_ms();
-        Statement insert(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, ?, ?)");
-        insert.add(run_id).add(std::int64_t(::getpid())).add(started_).step("write");
-        session_ = ::sqlite3_last_insert_rowid(db_);
+        if (session_ == 0) {
+            started_ = unix_ms();
+            Statement insert(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, ?, ?)");
+            insert.add(run_id).add(std::int64_t(::getpid())).add(started_).step("write");
+            session_ = ::sqlite3_last_insert_rowid(db_);
+        }
         execute("COMMIT");
+        run_ = run_id;
         read_index(options, run, run_id, out);
     });
 }
@@ -500,7 +500,7 @@ void JournalFile::read_index(const JournalOptions& options, const JournalRun& ru
         const auto item = outcomes.integer(1);
         if (item < 1 || item > out.last_item) trouble(SQLITE_CORRUPT, "read");
         std::optional<Errc> failure;
-        if (!outcomes.is_null(2)) failure = errc_of(outcomes.text(2)).value_or(Errc::malformed);
+        if (!outcomes.is_null(2)) failure = find_errc(outcomes.text(2)).value_or(Errc::malformed);
         if (auto* entry = entries[std::size_t(item)]) {
             ++out.resumed;
             if (entry->outcome > 0 && !entry->failure) continue; // an answer stands
@@ -516,13 +516,9 @@ Failure JournalFile::write(const std::vector<JournalRow>& rows,
                            const std::vector<JournalOutcome>& outcomes) {
     auto failure = guarded("write", [&] {
         execute("BEGIN IMMEDIATE");
-        Statement run(*this, "SELECT run FROM sessions WHERE id = ?");
-        run.add(session_).step("read");
-        const auto run_id = run.integer(0);
-        run.reset();
         for (const auto& row : rows) {
             auto& insert = prepare(insert_item_, "INSERT INTO items VALUES(?, ?, ?, ?, ?)");
-            insert.add(row.item).add(run_id).blob(&row.key, sizeof row.key);
+            insert.add(row.item).add(run_).blob(&row.key, sizeof row.key);
             insert.add(std::int64_t(row.occurrence)).add(std::string_view(row.name));
             insert.step("write");
         }
@@ -581,7 +577,7 @@ std::string JournalFile::body_of(std::int64_t outcome, std::int64_t size) {
 
 // What a row of outcome_columns says.
 void JournalFile::fill(const Statement& row, Response& response) {
-    if (!row.is_null(0)) response.outcome = errc_of(row.text(0)).value_or(Errc::malformed);
+    if (!row.is_null(0)) response.outcome = find_errc(row.text(0)).value_or(Errc::malformed);
     response.from_journal = !row.is_null(1);
     response.status = int(row.integer(2));
     response.attempts = unsigned(row.integer(3));

@@ -78,8 +78,8 @@ private:
     std::string path_;
     sqlite3* db_ = nullptr;
     int lock_ = -1;
-    std::int64_t session_ = 0;
-    std::int64_t started_ = 0; // of the session, ms since 1970
+    std::int64_t run_ = 0, session_ = 0; // 0: not begun
+    std::int64_t started_ = 0;           // of the session, ms since 1970
     std::unique_ptr<Statement> insert_item_, insert_outcome_, insert_body_, select_outcome_,
         select_body_;
 };

@@ -67,6 +67,10 @@ void Report::add(const Response& response) {
         return;
     }
     ++answered_;
+    if (response.from_journal) {
+        ++from_journal_;
+        served_tokens_ += response.usage.completion_tokens.value_or(0);
+    }
     prompt_.add(response.usage.prompt_tokens);
     cached_.add(response.usage.cached_tokens);
     completion_.add(response.usage.completion_tokens);
@@ -108,7 +112,7 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         return it.value;
     };
     const auto rate = [&](double count) -> json::value {
-        if (wall_seconds <= 0) return nullptr;
+        if (wall_seconds <= 0 || answered_ == from_journal_) return nullptr;
         return rounded(count / wall_seconds);
     };
     json::object failures;
@@ -122,12 +126,14 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         {"failed", failed_},
         {"not_run", not_run},
         {"failures", failures},
+        {"from_journal", from_journal_},
         {"attempts", attempts_},
         {"wall_seconds", rounded(wall_seconds)},
-        {"requests_per_second", rate(double(answered_))},
-        {"output_tokens_per_second",
-         completion_.all && answered_ > 0 ? rate(double(completion_.value)) : nullptr},
-        {"max_in_flight", max_in_flight},
+        {"requests_per_second", rate(double(answered_ - from_journal_))},
+        {"output_tokens_per_second", completion_.all && answered_ > 0
+                                         ? rate(double(completion_.value - served_tokens_))
+                                         : nullptr},
+        {"max_in_flight", max_in_flight > 0 ? json::value(max_in_flight) : nullptr},
         {"in_flight_mean", stats.busy_seconds > 0
                                ? rounded(stats.in_flight_seconds / stats.busy_seconds)
                                : json::value(nullptr)},

@@ -3,7 +3,9 @@
 #include "evalrt/detail/complete.hpp"
 #include "json_text.hpp"
 #include "recognise.hpp"
+#include "wire.hpp"
 
+#include <boost/asio/append.hpp>
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
 #include <boost/asio/bind_cancellation_slot.hpp>
@@ -132,6 +134,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         // The name of a folder that we have not chosen is not known.
         if (!starts && row.served_model.find('{') != std::string::npos) row.served_model.clear();
         model = row.served_model.empty() ? options.model : filled_in(row.served_model);
+        if (!options.journal.path.empty())
+            journal = std::make_unique<Journal>(executor, options.journal);
     }
 
     // The words of a row's command.
@@ -197,7 +201,58 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         return asio::bind_cancellation_slot(cancel.slot(), asio::as_tuple(asio::use_awaitable));
     }
 
+    // What its keys have in them, and what is compared when a run is resumed.
+    JournalRun journal_run() {
+        JournalRun run;
+        std::error_code ignored;
+        std::string name = starts ? options.model : model;
+        if (starts && std::filesystem::exists(name, ignored))
+            name = std::filesystem::weakly_canonical(name, ignored).string();
+        std::string args;
+        for (const auto& arg : options.server_args) args += (args.empty() ? "" : " ") + arg;
+        run.identity = {{"backend", options.backend},
+                        {"wire", row.wire == Wire::openai ? "openai" : "anthropic"},
+                        {"url", options.url},
+                        {"model", name}};
+        if (starts) {
+            run.identity.emplace_back("model_files", model_files(options.model));
+            run.identity.emplace_back("executable", options.executable);
+            run.identity.emplace_back("server_args", args);
+            run.identity.emplace_back("max_context", std::to_string(options.max_context));
+        }
+        run.server_version = version;
+        run.sent = [this, given = http_options()](const Request& request) {
+            auto prepared = detail::prepare_openai(request, row, given.model, given.override_model);
+            return prepared.error.empty() ? prepared.body : request.body;
+        };
+        return run;
+    }
+
+    asio::awaitable<Failure> begin_journal() {
+        auto run = journal_run();
+        auto [ec, detail] = co_await journal->async_begin(std::move(run), token());
+        co_return Failure{ec, detail};
+    }
+
+    // Of a server of ours: mlx_lm.server and others say it with every answer. Behind a URL there
+    // may be many servers, and several versions.
+    asio::awaitable<void> learn_version() {
+        Request probe = one_token();
+        auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
+        if (ec || response.body.empty() || detail::check_object(response.body)) co_return;
+        version = detail::from_json_string(
+            detail::member(detail::members(response.body), "system_fingerprint").value_or(""));
+    }
+
     asio::awaitable<Failure> open() {
+        if (journal) {
+            auto [ec, detail] = co_await journal->async_open(token());
+            if (ec) co_return Failure{ec, detail};
+            if (starts && options.enough && options.journal.mode == JournalMode::resume) {
+                if (auto failure = co_await begin_journal()) co_return failure;
+                if (options.enough(*journal)) co_return without_server();
+            }
+        }
         if (starts) {
             if (names(row, "{folder}"))
                 if (auto failure = folder.make()) co_return failure;
@@ -212,10 +267,31 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 if (auto failure = co_await recognise()) co_return failure;
             if (model.empty()) co_await find_model();
             http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
+            if (journal) {
+                if (auto failure = co_await begin_journal()) co_return failure;
+                if (options.enough && options.enough(*journal)) co_return without_server();
+            }
             Request probe = one_token();
             auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
             if (ec) co_return Failure{ec, response.detail};
         }
+        if (journal && starts) {
+            if (version.empty()) co_await learn_version();
+            if (auto failure = co_await begin_journal()) co_return failure;
+        }
+        make_scheduler();
+        co_return Failure{};
+    }
+
+    // The journal answers everything: the rest of the stack is there, and is never asked.
+    Failure without_server() {
+        if (url.empty()) url = "http://127.0.0.1:1/v1";
+        if (!http) http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
+        make_scheduler();
+        return {};
+    }
+
+    void make_scheduler() {
         if (options.order == Order::planned)
             planner = std::make_unique<RadixPlanner>(planner_options(row));
         else
@@ -225,8 +301,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         scheduling.stop = options.stop;
         if (starts) scheduling.hold_broken = std::chrono::milliseconds(500);
         scheduler = std::make_unique<RequestScheduler>(*http, *planner, row, scheduling);
-        if (starts) supervise();
-        co_return Failure{};
+        if (journal) journal->connect(*scheduler);
+        if (process) supervise();
     }
 
     asio::awaitable<Failure> recognise() {
@@ -417,6 +493,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     std::unique_ptr<ServerProcess> process;
     std::unique_ptr<HttpBackend> http;
     std::unique_ptr<RequestScheduler> scheduler;
+    std::unique_ptr<Journal> journal;
 };
 
 Runtime::Runtime(asio::any_io_executor executor, RuntimeOptions options)
@@ -444,11 +521,23 @@ void Runtime::open(Handler handler) {
 void Runtime::close(asio::any_completion_handler<void(error_code)> handler) {
     impl_->shut();
     if (impl_->scheduler) impl_->scheduler->close(Errc::cancelled, "the runtime was closed");
-    if (!impl_->process) return detail::complete(impl_->executor, std::move(handler), error_code());
-    impl_->process->async_stop([impl = impl_, handler = std::move(handler)](error_code ec) mutable {
-        detail::complete(impl->executor, std::move(handler), ec);
-    });
+    auto ended = [impl = impl_, handler = std::move(handler)](error_code ec) mutable {
+        if (!impl->journal) return detail::complete(impl->executor, std::move(handler), ec);
+        impl->journal->async_close([impl, ec, handler = std::move(handler)](
+                                       error_code failed, const std::string&) mutable {
+            detail::complete(impl->executor, std::move(handler), ec ? ec : failed);
+        });
+    };
+    if (!impl_->process)
+        return asio::post(impl_->executor, asio::append(std::move(ended), error_code()));
+    impl_->process->async_stop(std::move(ended));
 }
+
+Backend& Runtime::front() {
+    if (impl_->journal) return *impl_->journal;
+    return *impl_->scheduler;
+}
+Journal* Runtime::journal() { return impl_->journal.get(); }
 
 RequestScheduler& Runtime::backend() { return *impl_->scheduler; }
 const BackendRow& Runtime::row() const { return impl_->row; }

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <unordered_map>
 
 #include <fcntl.h>
@@ -186,18 +187,19 @@ std::string output_line(const Item& item, std::size_t index, const Response& res
     out += fmt::format(
         R"("evalrt": {{"attempts": {}, "queued_ms": {}, "first_text_ms": {}, "total_ms": {}, )"
         R"("prompt_tokens": {}, "cached_tokens": {}, "completion_tokens": {}, )"
-        R"("from_journal": false}}}})",
+        R"("from_journal": {}}}}})",
         response.attempts, ms(timing.queued), timing.first_text ? ms(*timing.first_text) : "null",
         ms(timing.total), number_or_null(response.usage.prompt_tokens),
         number_or_null(response.usage.cached_tokens),
-        number_or_null(response.usage.completion_tokens));
+        number_or_null(response.usage.completion_tokens), response.from_journal);
     // A body may be spread over several lines; an output line is one.
     for (char& c : out)
         if (c == '\n' || c == '\r') c = ' ';
     return out;
 }
 
-std::string Output::open(const std::string& path, std::size_t count, std::unique_ptr<Output>& out) {
+std::string Output::open(const std::string& path, std::size_t count, bool journalled,
+                         std::unique_ptr<Output>& out) {
     out.reset(new Output);
     out->places_.resize(count);
     if (path.empty() || path == "-") {
@@ -208,14 +210,25 @@ std::string Output::open(const std::string& path, std::size_t count, std::unique
     out->path_ = path;
     out->part_ = path + ".part";
     // Answers of an earlier run are not thrown away.
-    const int fd = ::open(out->part_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    std::error_code none;
+    if (journalled && std::filesystem::exists(out->part_, none)) return {};
+    return out->make(false);
+}
+
+std::string Output::make(bool replace) {
+    const int fd =
+        ::open(part_.c_str(), O_RDWR | O_CREAT | (replace ? O_TRUNC : O_EXCL) | O_CLOEXEC, 0666);
     if (fd < 0 && errno == EEXIST)
         return fmt::format("{} is there already, with the answers of a run that did not end: move "
                            "or delete it first",
-                           out->part_);
-    if (fd < 0) return fmt::format("cannot write {}: {}", out->part_, error_text());
-    out->file_ = ::fdopen(fd, "w+");
+                           part_);
+    if (fd < 0) return fmt::format("cannot write {}: {}", part_, error_text());
+    file_ = ::fdopen(fd, "w+");
     return {};
+}
+
+void Output::drop() {
+    if (file_ && !part_.empty()) std::remove(part_.c_str());
 }
 
 Output::~Output() {
@@ -223,6 +236,7 @@ Output::~Output() {
 }
 
 bool Output::add(std::size_t index, std::string_view line) {
+    if (!file_ && !make(true).empty()) return false;
     places_[index] = {end_, std::uint32_t(line.size())};
     end_ += line.size() + 1;
     return std::fwrite(line.data(), 1, line.size(), file_) == line.size() &&
@@ -246,6 +260,7 @@ bool Output::copy_to(std::FILE* target) {
 bool Output::finish(bool whole) {
     if (path_.empty()) return copy_to(stdout);
     if (!whole) return true;
+    if (!file_ && !make(true).empty()) return false;
     const auto temporary = path_ + ".tmp";
     std::FILE* target = std::fopen(temporary.c_str(), "w");
     if (!target) return false;

@@ -37,8 +37,10 @@ std::string output_line(const Item& item, std::size_t index, const Response& res
 /// of the input once the run has ended.
 class Output {
 public:
-    /// Empty path: standard output. The string says what is wrong.
-    static std::string open(const std::string& path, std::size_t count,
+    /// Empty path: standard output. The string says what is wrong. With `journalled` an OUT.part
+    /// that an earlier session left is replaced with the first answer: its answers are in the
+    /// journal, which has been opened by then.
+    static std::string open(const std::string& path, std::size_t count, bool journalled,
                             std::unique_ptr<Output>& out);
     ~Output();
 
@@ -51,8 +53,12 @@ public:
 
     const std::string& part() const { return part_; }
 
+    /// It has nothing in it: away with it.
+    void drop();
+
 private:
     Output() = default;
+    std::string make(bool replace);
     bool copy_to(std::FILE* target);
 
     std::string path_, part_;

@@ -18,6 +18,8 @@ struct Options {
     Common common;
     std::string max_in_flight = "auto";
     std::string order = "planned";
+    std::string journal_mode = "resume";
+    std::vector<std::string> final_failures{"context_too_long", "poison"};
     std::string key_file;
     double timeout = 0;
     unsigned retries = 2;
@@ -62,6 +64,21 @@ void add_common(CLI::App& command, Options& options) {
     command.add_flag_callback(
         "--no-probe", [&runtime] { runtime.probe = false; },
         "Do not ask the server at --url what it is");
+    command.add_option("--journal", runtime.journal.path,
+                       "Keep every answer in this file before anything else is done with it; with "
+                       "the same command ask only for the rest");
+    command
+        .add_option("--journal-mode", options.journal_mode,
+                    "resume: go on with the run in the file; append: a new run in the same file")
+        ->check(CLI::IsMember({"resume", "append"}))
+        ->capture_default_str();
+    command.add_flag("--journal-sampled", runtime.journal.reuse_sampled,
+                     "Serve a new run the file's answers at temperatures above 0, too");
+    command
+        .add_option("--journal-final", options.final_failures,
+                    "Failures that resuming does not try again: classes with commas, or none")
+        ->delimiter(',')
+        ->capture_default_str();
     command.add_option("--ca-file", runtime.ca_file, "PEM file with the certificates to trust");
     command.add_option("--api-key-file", options.key_file,
                        "File with the key (default: the variable OPENAI_API_KEY)");
@@ -89,6 +106,19 @@ std::string settle(Options& options) {
     runtime.limits.whole = std::chrono::milliseconds(std::int64_t(options.timeout * 1000));
     runtime.retry.attempts = options.retries + 1;
     runtime.override_model = !runtime.model.empty();
+    auto& journal = runtime.journal;
+    journal.mode = options.journal_mode == "append" ? JournalMode::append : JournalMode::resume;
+    journal.final_failures.clear();
+    for (const auto& word : options.final_failures) {
+        if (word == "none") continue;
+        const auto errc = find_errc(word);
+        if (!errc) return fmt::format("--journal-final: there is no class of failures '{}'", word);
+        journal.final_failures.push_back(*errc);
+    }
+    if (options.max_tokens)
+        journal.settings.emplace_back("max_tokens", std::to_string(*options.max_tokens));
+    if (options.temperature)
+        journal.settings.emplace_back("temperature", fmt::format("{}", *options.temperature));
     if (!options.key_file.empty()) {
         std::ifstream file(options.key_file);
         if (!std::getline(file, runtime.api_key))
@@ -130,14 +160,22 @@ int run(Options& options, const std::string& path, const std::string& out, bool 
                         *options.temperature));
         batch::override_member(input, "temperature", fmt::format("{}", *options.temperature));
     }
+    auto& journal = options.common.runtime.journal;
+    std::error_code none;
+    if (!journal.path.empty())
+        journal.suite =
+            "run " + (path == "-" ? path : std::filesystem::absolute(path, none).string());
+    const bool journalled = !journal.path.empty() && std::filesystem::exists(journal.path, none);
     std::unique_ptr<batch::Output> output;
-    if (auto error = batch::Output::open(out, input.items.size(), output); !error.empty())
+    if (auto error = batch::Output::open(out, input.items.size(), journalled, output);
+        !error.empty())
         return fail(error);
 
     Suite suite;
     for (const auto& item : input.items)
         suite.jobs.push_back({item.custom_id, item.request, item.problem});
-    suite.kept_in = output->part();
+    suite.kept_in = journal.path.empty() ? output->part() : journal.path;
+    suite.resumes = !journal.path.empty();
     bool any = false;
     suite.on_result = [&](std::size_t index, const Response& response) {
         any = true;
@@ -145,7 +183,7 @@ int run(Options& options, const std::string& path, const std::string& out, bool 
     };
     suite.on_end = [&](bool whole) { return output->finish(whole); };
     const int code = run_suite(std::move(suite), options.common);
-    if (!any && !output->part().empty()) std::remove(output->part().c_str());
+    if (!any) output->drop();
     return code;
 }
 
@@ -172,6 +210,9 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
     body_options.model = runtime.model;
     body_options.max_tokens = options.max_tokens;
     body_options.temperature = options.temperature;
+    runtime.journal.suite = "bfcl";
+    runtime.journal.settings.emplace_back("mode", asked.mode);
+    const bool journalled = !runtime.journal.path.empty();
 
     struct File {
         std::filesystem::path path;
@@ -197,7 +238,8 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
             items->resize(
                 std::min(items->size(), std::size_t(std::max<std::int64_t>(*options.limit, 0))));
         const auto all = items->size();
-        auto rest = bfcl::unanswered(std::move(*items), file.rows);
+        // A journal knows better: it knows what was asked, and with which settings.
+        auto rest = journalled ? std::move(*items) : bfcl::unanswered(std::move(*items), file.rows);
         if (rest.size() < all)
             say(fmt::format("{}: {} of {} are answered already in {}", category, all - rest.size(),
                             all, file.path.string()));
@@ -235,7 +277,7 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
         }
         return true;
     };
-    suite.kept_in = asked.result_dir;
+    suite.kept_in = journalled ? runtime.journal.path : asked.result_dir;
     suite.resumes = true;
     auto last_write = Clock::now();
     suite.on_result = [&](std::size_t index, const Response& response) {

@@ -58,6 +58,15 @@ public:
             report_.note(line);
             print(line);
         };
+        options.journal.on_failure = [this](Failure failure) {
+            unwritable_ = true;
+            clear_line();
+            say(failure.detail + "; the run ends" + (report_.answered() > 0 ? kept() : ""));
+            stop();
+        };
+        // A run that has been answered needs no server; a second look at its answers does.
+        if (common_.parity == 0)
+            options.enough = [this](const Journal& journal) { return all_held(journal); };
         try {
             runtime_ = std::make_unique<Runtime>(io_.get_executor(), options);
         } catch (const std::invalid_argument& error) {
@@ -72,6 +81,10 @@ public:
             co_await runtime_->async_open(asio::bind_cancellation_slot(opening_.slot(), token));
         if (interrupted_) co_return abandon(0);
         if (ec) {
+            if (ec.category() == journal_category()) {
+                say(detail);
+                co_return exit_unwritable;
+            }
             say(fmt::format("{}: {}", options.backend, detail));
             co_return ec == asio::error::invalid_argument ? exit_usage : exit_backend;
         }
@@ -106,6 +119,13 @@ private:
         });
     }
 
+    bool all_held(const Journal& journal) const {
+        std::vector<const Request*> requests;
+        for (const auto& job : suite_.jobs)
+            if (job.problem.empty()) requests.push_back(&job.request);
+        return journal.holds(requests);
+    }
+
     void stop() {
         stopping_ = true;
         changed_.cancel();
@@ -113,6 +133,7 @@ private:
 
     asio::awaitable<int> run_jobs() {
         auto& backend = runtime_->backend();
+        auto& front = runtime_->front();
         started_ = Clock::now();
         if (suite_.jobs.size() > 1 && !common_.quiet)
             print(fmt::format("{} requests, {} at once, order {}", suite_.jobs.size(),
@@ -127,18 +148,18 @@ private:
                 continue;
             }
             Request request = job.request;
+            request.name = job.id;
             ++open_;
-            backend.async_complete(std::move(request), {},
-                                   [this, i](error_code, Response response) {
-                                       --open_;
-                                       // What an interruption ended has not failed: it was not run.
-                                       if (response.outcome == Errc::cancelled) {
-                                           ++report_.not_run;
-                                       } else {
-                                           ended(i, response);
-                                       }
-                                       if (open_ == 0 || stopping_) changed_.cancel();
-                                   });
+            front.async_complete(std::move(request), {}, [this, i](error_code, Response response) {
+                --open_;
+                // What an interruption ended has not failed: it was not run.
+                if (response.outcome == Errc::cancelled) {
+                    ++report_.not_run;
+                } else {
+                    ended(i, response);
+                }
+                if (open_ == 0 || stopping_) changed_.cancel();
+            });
         }
         auto next_line = Clock::now() + std::chrono::seconds(terminal_ ? 0 : 5);
         while (open_ > 0 && !stopping_) {
@@ -286,8 +307,12 @@ private:
         report_.server_output = runtime_->server_output();
         if (!common_.quiet) {
             print(report_.prefix_cached());
-            print(fmt::format("{} answered, {} failed, {} not run in {:.1f} s", report_.answered(),
-                              report_.failed(), report_.not_run, wall_));
+            print(fmt::format(
+                "{} answered{}, {} failed, {} not run in {:.1f} s", report_.answered(),
+                report_.from_journal() > 0
+                    ? fmt::format(" ({} of them from the journal)", report_.from_journal())
+                    : "",
+                report_.failed(), report_.not_run, wall_));
             print(client_cost());
         }
         if (common_.json.empty()) return;

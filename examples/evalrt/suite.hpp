@@ -43,7 +43,7 @@ struct Suite {
     std::function<bool(std::size_t index, const Response&)> on_result;
     /// Called at the end; `whole`: every job has ended by itself. False: cannot be written.
     std::function<bool(bool whole)> on_end;
-    std::string kept_in;  ///< where the answers of an interrupted run are
+    std::string kept_in;  ///< where the answers of an interrupted run are; a journal, if any
     bool resumes = false; ///< a second run asks only for what is missing there
 };
 

@@ -40,6 +40,8 @@ inline constexpr std::array all_errc{Errc::unreachable,      Errc::exited,     E
 
 /// The class as it stands in output files: "unreachable", "rate_limited", ...
 std::string_view name(Errc errc) noexcept;
+/// Nothing: there is no class of this name.
+std::optional<Errc> find_errc(std::string_view name) noexcept;
 
 const boost::system::error_category& category() noexcept;
 

@@ -93,7 +93,8 @@ public:
             [this](OpenHandler handler) { open(std::move(handler)); }, token);
     }
 
-    /// Finds the run to go on with, or begins one. Once, when it is open.
+    /// Finds the run to go on with, or begins one. When it is open, and again before the first
+    /// request if the server version was not known.
     ///
     /// Completes  when requests may come.
     /// Errors     changed (the string lists the differences), corrupt, unwritable.

@@ -55,6 +55,7 @@ public:
 
     std::uint64_t answered() const { return answered_; }
     std::uint64_t failed() const { return failed_; }
+    std::uint64_t from_journal() const { return from_journal_; } ///< of the answered
     const std::map<Errc, std::uint64_t>& failures() const { return failures_; }
 
     /// "prefix cached: 1234 tokens (...)", or n/a and why.
@@ -75,7 +76,8 @@ private:
         }
     };
 
-    std::uint64_t answered_ = 0, failed_ = 0, attempts_ = 0;
+    std::uint64_t answered_ = 0, failed_ = 0, from_journal_ = 0, attempts_ = 0;
+    std::int64_t served_tokens_ = 0; // completion tokens that took no time of this run
     std::map<Errc, std::uint64_t> failures_;
     Sum prompt_, cached_, completion_, expected_, maximum_;
     bool token_chunks_ = true, absent_cached_zero_ = false;

@@ -4,6 +4,7 @@
 
 #include "evalrt/detail/watchdog.hpp"
 #include "evalrt/http_backend.hpp"
+#include "evalrt/journal.hpp"
 #include "evalrt/request_scheduler.hpp"
 #include "evalrt/server_process.hpp"
 
@@ -30,6 +31,10 @@ struct RuntimeOptions {
     StopOptions stop;         ///< when the rest of a run is not worth asking for; default: never
     unsigned restarts = 5;    ///< of a server of ours that ends or hangs, without an answer between
     WatchdogOptions watchdog; ///< for a server of ours
+    JournalOptions journal;   ///< with a path: what is answered is kept there
+    /// Asked once the journal is open and before a server is: whether it answers all that will
+    /// come. Then no server is started, and none is asked.
+    std::function<bool(const Journal&)> enough;
     std::string api_key;
     std::string ca_file;
     LogSink log;        ///< what the user should read, a line at a time
@@ -54,8 +59,8 @@ public:
     ///
     /// Completes  when it has answered.
     /// Errors     exited, unreachable, timed_out, rejected, auth, and invalid_argument for a key
-    ///            or certificate file that cannot be used; the string says what is wrong and what
-    ///            to do. Nothing is left running.
+    ///            or certificate file that cannot be used; JournalErrc; the string says what is
+    ///            wrong and what to do. Nothing is left running.
     /// Cancel     any type.
     /// Lifetime   *this must outlive the operation.
     template <asio::completion_token_for<Signature> Token = asio::deferred_t>
@@ -74,7 +79,9 @@ public:
             token);
     }
 
-    RequestScheduler& backend();               ///< once open
+    Backend& front();                          ///< what to ask, once open: the journal, if any
+    Journal* journal();                        ///< null: none
+    RequestScheduler& backend();               ///< once open; past the journal
     const BackendRow& row() const;             ///< once open: completed
     const std::string& url() const;            ///< for any OpenAI client
     const std::string& server_version() const; ///< as it tells when it is recognised; or empty

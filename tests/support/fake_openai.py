@@ -75,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body, question):
         if question == "fail":
             return self.answer(400, json.dumps({"error": {"message": "this one is refused"}}))
+        if question.startswith("fail once") and not os.path.exists("failed-once"):
+            return self.answer(500, json.dumps({"error": {"message": "this once"}}))
         if question == "die" or (question == "die once" and first_time()):
             print("Segmentation fault in the engine", file=sys.stderr, flush=True)
             os._exit(9)
@@ -92,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": 40, "completion_tokens": len(text.split()),
                  "prompt_tokens_details": {"cached_tokens": 20}}
         head = {"id": "chatcmpl-1", "model": body.get("model"), "created": 1,
-                "system_fingerprint": "fake-1.0"}
+                "system_fingerprint": os.environ.get("FAKE_OPENAI_VERSION", "fake-1.0")}
         if "prompt" in body:
             return self.answer(200, json.dumps(head | {
                 "object": "text_completion", "usage": usage,

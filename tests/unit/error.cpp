@@ -34,6 +34,12 @@ TEST_CASE("a class becomes an error code with a message of its own") {
     CHECK(std::string_view(category().name()) == "evalrt");
 }
 
+TEST_CASE("a class is found by its name") {
+    for (int i = 1; i <= int(Errc::poison); ++i) CHECK(evalrt::find_errc(name(Errc(i))) == Errc(i));
+    CHECK(!evalrt::find_errc(""));
+    CHECK(!evalrt::find_errc("Poison"));
+}
+
 TEST_CASE("cancelled is what Asio calls it") {
     CHECK(make_error_code(Errc::cancelled) == asio::error::operation_aborted);
     CHECK(error_code(Errc::cancelled) == Errc::cancelled);

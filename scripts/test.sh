@@ -86,6 +86,14 @@ if wanted real; then
     setup_llama
     python3 "$ROOT/tests/real/llama_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
         --python "$LLAMA_PYTHON" || failed+=("real: llama_server")
+    if [ "${EVALRT_TEST_VLLM:-}" = 1 ]; then
+        say "real: vLLM on the CPU"
+        setup_vllm
+        python3 "$ROOT/tests/real/vllm_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
+            --vllm "$VLLM" --model "$VLLM_MODEL" || failed+=("real: vllm_server")
+    else
+        skip "real: vLLM" "3.5 GB of packages; EVALRT_TEST_VLLM=1 runs it"
+    fi
     say "real: the main job"
     "$ROOT/scripts/eval-throughput-smoke.sh" --cases 12 --max-tokens 64 --min-speedup 0 --out "$ROOT/build/smoke-test" &&
         "$ENGINE/bin/python" "$ROOT/tests/real/check_report.py" "$ROOT/build/smoke-test/report.json" 12 ||

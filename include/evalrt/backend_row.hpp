@@ -45,7 +45,7 @@ struct BackendRow {
     bool text_only = false;         ///< content must be a string: arrays of parts become nothing
     bool logprobs_bool = false;     ///< "logprobs": 5 breaks it
     bool processors_mix = true;     ///< penalties or logit_bias in some requests only: no harm
-    std::vector<std::string> ignored;          ///< members that it does not read; n: one choice
+    std::vector<std::string> ignored;          ///< members that it does not read
     unsigned default_max_tokens = 0;           ///< where a body has none; 0: no fixed limit
     std::optional<double> default_temperature; ///< where a body has none, if that is not 0
 

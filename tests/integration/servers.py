@@ -298,6 +298,7 @@ class Recognised(Case):
         url = self.serve({"/v1/models": self.models("library"), "/api/version": {"version": "0.13"}})
         _, err = self.run_lines(self.suite(3), "--backend", "openai-url", "--url", url)
         self.assertIn("OLLAMA_NUM_PARALLEL", err)
+        self.assertIn("cuts a prompt that does not fit", err)
         self.assertEqual(self.most, 1)
         self.assertIn("prefix cached: n/a (Ollama does not report cached tokens)", err)
 

@@ -123,6 +123,14 @@ class RealServer(unittest.TestCase):
         self.assertEqual(calls[0], ("function", "get_weather", {"city": "Paris"}))
         self.assertEqual(calls[0], calls[1])
 
+    def test_several_choices_are_asked_one_after_another(self):
+        code, rows, err = self.run_lines([line("a", "Name a colour.", n=3, temperature=0.9)])
+        self.assertEqual(code, 0, err)
+        choices = rows["a"]["response"]["body"]["choices"]
+        self.assertEqual([choice["index"] for choice in choices], [0, 1, 2])
+        self.assertTrue(all(choice["message"]["content"] for choice in choices))
+        self.assertIn("it is asked 3 times", err)
+
     def test_a_body_that_the_server_hangs_up_on_fails_alone(self):
         code, rows, err = self.run_lines(
             [line("good", "Say hello."), line("bad", "Say hello.", temperature="hot"),
@@ -210,6 +218,7 @@ class RealServer(unittest.TestCase):
                                                f"http://127.0.0.1:{port}/v1")
                 self.assertEqual(code, 0, err)
                 self.assertIn("Paris", out)
+                self.assertEqual("the server is mlx-server" in err, backend == "openai-url")
             self.assertIsNone(server.poll())
         finally:
             os.killpg(server.pid, signal.SIGKILL)

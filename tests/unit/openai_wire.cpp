@@ -669,6 +669,21 @@ TEST_CASE("no tool calls, no member") {
     CHECK(answer.pieces == 1);
 }
 
+TEST_CASE("calls are what there is of them, whatever the finish_reason says") {
+    // vLLM says "stop" after a call that tool_choice named.
+    const auto named =
+        read_stream(call(R"({"index":0,"id":"1","function":{"name":"f","arguments":"{}"}})") +
+                    finish("stop") + done);
+    CHECK(outcome(named.response) == "answered");
+    CHECK(calls(named.response) == "f({})#1");
+    CHECK(named.response.finish_reason == "stop");
+    // mlx_lm.server says "tool_calls" after one that it could not parse and dropped.
+    const auto dropped = read_stream(content("<tool") + finish("tool_calls") + done);
+    CHECK(outcome(dropped.response) == "answered");
+    CHECK(calls(dropped.response) == "");
+    CHECK(dropped.response.text == "<tool");
+}
+
 // Streams that end badly
 
 TEST_CASE("a stream that stops before a finish_reason is truncated") {
@@ -677,7 +692,8 @@ TEST_CASE("a stream that stops before a finish_reason is truncated") {
           content("a") + done, delta(R"("role":"assistant")") + done,
           chunk(R"({"index":0,"delta":{"content":"a"}})") + done,
           content("a") + chunk("", R"(,"usage":{"prompt_tokens":5,"completion_tokens":3})") + done,
-          delta(R"("content":"a")", "\"\"") + done}) {
+          delta(R"("content":"a")", "\"\"") + done,
+          content("a") + content("")}) { // an error of Ollama's
         CAPTURE(stream);
         const auto answer = read_stream(stream);
         CHECK(outcome(answer.response) == "truncated");

@@ -2,6 +2,7 @@
 #include "backends.hpp"
 #include "batch.hpp"
 #include "bfcl.hpp"
+#include "report.hpp"
 #include "suite.hpp"
 
 #include <CLI/CLI.hpp>
@@ -346,6 +347,13 @@ int main(int argc, char** argv) {
                             "Default: 0.001, as bfcl_eval sends");
     add_common(bfcl_command, options);
 
+    std::vector<std::string> runs;
+    bool report_json = false;
+    auto& report_command = *app.add_subcommand(
+        "report", "Say what runs came to, also while they go on: answered, failed, not run");
+    report_command.add_option("RUN", runs, "A journal or a run summary (repeatable)")->required();
+    report_command.add_flag("--json", report_json, "Print JSON");
+
     auto& backends_command =
         *app.add_subcommand("backends", "List the model servers that evalrt knows");
     BackendsOptions listed;
@@ -357,12 +365,12 @@ int main(int argc, char** argv) {
                                 "File with the key (default: the variable OPENAI_API_KEY)");
 
     if (argc < 2) {
-        say("give a command: run, bfcl or backends (evalrt --help says more)");
+        say("give a command: run, bfcl, report or backends (evalrt --help says more)");
         return exit_usage;
     }
     const auto known = app.get_subcommands([&](CLI::App* it) { return it->get_name() == argv[1]; });
     if (argv[1][0] != '-' && known.empty()) {
-        say(fmt::format("unknown command '{}'; known are run, bfcl and backends", argv[1]));
+        say(fmt::format("unknown command '{}'; known are run, bfcl, report and backends", argv[1]));
         return exit_usage;
     }
     try {
@@ -373,6 +381,7 @@ int main(int argc, char** argv) {
                         argv[1][0] != '-' ? argv[1] + std::string(" ") : ""));
         return exit_usage;
     }
+    if (report_command.parsed()) return report(runs, report_json);
     if (backends_command.parsed()) {
         options.common.runtime.url = listed.probe;
         if (auto error = settle(options); !error.empty()) return fail(error);

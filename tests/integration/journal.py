@@ -249,6 +249,67 @@ class Resume(Base):
             server.wait()
 
 
+class Report(Base):
+    def report(self, *args, code=0):
+        got, out, err = self.run_program("report", *args)
+        self.assertEqual(got, code, out + err)
+        return out
+
+    def test_a_journal_and_a_run_summary_say_the_same(self):
+        suite = self.suite(*(line(f"q{i}", f"{i}") for i in range(8)), line("bad", "fail"))
+        self.assertEqual(self.run_suite(suite, "--json", "s")[0], 1)
+        words = "answered 8 of 9 (88.9 %), failed 1 (1 rejected), not run 0"
+        for path in ("j", "s"):
+            self.assertIn(words, self.report(path, code=1))
+        of_journal, of_summary = json.loads(self.report("j", "s", "--json", code=1))
+        for name in ("backend", "requests", "answered", "failed", "not_run", "failures", "attempts",
+                     "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms", "server_version"):
+            self.assertEqual(of_journal[name], of_summary[name], name)
+        self.assertIsNone(of_journal["max_in_flight"])
+        self.assertGreater(of_journal["wall_seconds"], 0)
+        journal = of_journal["journal"]
+        self.assertEqual((journal["sessions"], journal["runs"], journal["pid"]), (1, 1, None))
+        self.assertEqual(journal["config"]["model"], self.model)
+
+    def test_totals_after_a_resume_are_those_of_the_whole_run(self):
+        suite = self.suite(*(line(f"q{i}", f"fail once {i}" if i % 2 else f"{i}") for i in range(8)))
+        self.assertEqual(self.run_suite(suite, "--retries", "0")[0], 1)
+        self.assertIn("answered 4 of 8 (50.0 %), failed 4 (4 rejected), not run 0",
+                      self.report("j", code=1))
+        (self.dir / "failed-once").touch()
+        self.assertEqual(self.run_suite(suite, "--retries", "0")[0], 0)
+        self.assertIn("answered 8 of 8 (100.0 %), failed 0, not run 0", self.report("j"))
+        summary = json.loads(self.report("j", "--json"))
+        self.assertEqual((summary["answered"], summary["attempts"], summary["from_journal"]), (8, 8, 0))
+        self.assertEqual(summary["journal"]["sessions"], 2)
+
+    def test_a_report_while_the_run_goes_on(self):
+        self.suite(line("quick", "x"), line("slow", "sleep 20"))
+        process = self.start("run", "suite.jsonl", "-o", "o", *self.own(), "--journal", "j")
+        deadline = time.monotonic() + 30
+        while not self.answered_in("o.part") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        out = self.report("j", code=1)
+        self.assertIn("answered 1 of 2 (50.0 %), failed 0, not run 1", out)
+        self.assertIn(f"the process {process.pid} writes to it", out)
+        process.kill()
+        process.communicate(timeout=20)
+        out = self.report("j", code=1)
+        self.assertIn("answered 1 of 2", out)
+        self.assertNotIn("writes to it", out)
+
+    def test_what_is_neither_is_refused(self):
+        (self.dir / "text").write_text("hello")
+        (self.dir / "object").write_text("{}")
+        with sqlite3.connect(self.dir / "database") as db:
+            db.execute("CREATE TABLE a(b)")
+        for path, words in (("text", "neither a journal"), ("object", "neither a journal"),
+                            ("database", "not a journal of evalrt"), ("nowhere", "cannot read")):
+            code, out, err = self.run_program("report", path)
+            self.assertEqual((code, out), (2, ""), err)
+            self.assertIn(words, err)
+
+
 class Refused(Base):
     def refused(self, words, *args, code=4, **more):
         before = (self.dir / "j").read_bytes()

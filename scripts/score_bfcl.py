@@ -4,9 +4,11 @@
     score_bfcl.py [--data DIR] [--mode auto|prompt|fc] --category CATEGORY RESULT_FILE
     score_bfcl.py --packages
 
-Prints {"correct": n, "total": n, "per_item": {id: true|false|null}}. The file may hold any part of
+Prints {"correct": n, "total": n, "per_item": {id: true|false|null}, "coverage": {"items": n,
+"answered": n, "failed": n, "no_verdict": n, "not_run": n, "complete": true|false}}. The file may hold any part of
 the category; an item without a row is in neither. null is an item without a verdict: the row tells of
-an error of the run and not of the model, or bfcl_eval's checker gave up; "total" does not count it.
+an error of the run and not of the model, or bfcl_eval's checker gave up; "total" does not count it. The coverage is of the
+whole category: "not_run" are its items that have no row, "failed" those whose row tells of an error.
 Messages go to stderr. Exit codes: 0 scored, 1 cannot work here, 2 bad usage or input.
 
 As bfcl_eval does it, arithmetic in a model's answer is worked out with Python's eval().
@@ -212,7 +214,17 @@ def score(args, scratch):
         finally:
             signal.alarm(0)
     verdicts = [one for one in per_item.values() if one is not None]
-    return {"correct": sum(verdicts), "total": len(verdicts), "per_item": per_item}
+    failed = sum(no_answer(row) for row in rows.values())
+    coverage = {"items": len(items), "answered": len(rows) - failed, "failed": failed,
+                "no_verdict": len(rows) - failed - len(verdicts), "not_run": len(items) - len(rows),
+                "complete": len(verdicts) == len(items)}
+    line = f"{sum(verdicts)} of {len(verdicts)} correct"
+    if not coverage["complete"]:
+        line += (f", NOT COMPLETE: {coverage['answered']} of {len(items)} answered, {failed} failed, "
+                 f"{coverage['no_verdict']} without a verdict, {coverage['not_run']} not run")
+    say(line)
+    return {"correct": sum(verdicts), "total": len(verdicts), "per_item": per_item,
+            "coverage": coverage}
 
 
 def main():

@@ -3,9 +3,11 @@
 
     score_facts.py ANSWERS.jsonl OUTPUT.jsonl
 
-Prints one JSON object: {"correct":n,"total":n,"per_item":{custom_id:true|false|null}}.
+Prints one JSON object: {"correct":n,"total":n,"per_item":{custom_id:true|false|null},"coverage":
+{"items":n,"answered":n,"failed":n,"failures":{class:n},"not_run":n,"complete":true|false}}.
 null means that the item was not answered (an error, or no output line): it is
-never counted as a wrong answer. An item is correct if the text after its last
+never counted as a wrong answer. "total" are all items, so a score is correct / answered, and stands
+beside its coverage. An item is correct if the text after its last
 "Answer:" equals one of the accepted strings, apart from case, spaces, a leading
 article and punctuation around it.
 """
@@ -62,19 +64,39 @@ def is_correct(text, accepted):
     return bool(found) and normalise(found[-1]) in {normalise(a) for a in accepted}
 
 
+def said(coverage):
+    """What a score has to say of the items that it does not count."""
+    if coverage["complete"]:
+        return ""
+    classes = ", ".join(f"{n} {name}" for name, n in sorted(coverage["failures"].items()))
+    return (f", NOT COMPLETE: {coverage['answered']} of {coverage['items']} answered, "
+            f"{coverage['failed']} failed{f' ({classes})' if classes else ''}, "
+            f"{coverage['not_run']} not run")
+
+
 def main():
     if len(sys.argv) != 3:
         raise SystemExit("usage: score_facts.py ANSWERS.jsonl OUTPUT.jsonl")
     accepted = {row["custom_id"]: row["answers"] for row in read_jsonl(sys.argv[1])}
     per_item = dict.fromkeys(accepted)
+    failures = {}
     for row in read_jsonl(sys.argv[2]):
         item = row["custom_id"]
         if item not in accepted:
             raise SystemExit(f"score_facts: {item} in {sys.argv[2]} is not in {sys.argv[1]}")
         text = answer_text(row)
         per_item[item] = None if text is None else is_correct(text, accepted[item])
+        if text is None:
+            name = (row.get("error") or {}).get("code") or "malformed"
+            failures[name] = failures.get(name, 0) + 1
     correct = sum(value is True for value in per_item.values())
-    print(json.dumps({"correct": correct, "total": len(per_item), "per_item": per_item}))
+    answered = sum(value is not None for value in per_item.values())
+    failed = sum(failures.values())
+    coverage = {"items": len(per_item), "answered": answered, "failed": failed, "failures": failures,
+                "not_run": len(per_item) - answered - failed, "complete": answered == len(per_item)}
+    print(f"score_facts: {correct} of {answered} correct{said(coverage)}", file=sys.stderr)
+    print(json.dumps({"correct": correct, "total": len(per_item), "per_item": per_item,
+                      "coverage": coverage}))
 
 
 if __name__ == "__main__":

@@ -151,6 +151,17 @@ def paired(before, after):
             "p_value": round(p_value, 4), "verdict": verdict}
 
 
+def coverage(run):
+    """What became of a run's items, as its summary says."""
+    return {key: run[key] for key in ("requests", "answered", "failed", "failures", "not_run")}
+
+
+def missing(name, run):
+    classes = ", ".join(f"{n} {errc}" for errc, n in sorted(run["failures"].items()))
+    return (f"{name} {run['answered']} of {run['requests']} answered, {run['failed']} failed"
+            f"{f' ({classes})' if classes else ''}, {run['not_run']} not run")
+
+
 def number(value, digits=0, unit=""):
     return "n/a" if value is None else f"{value:,.{digits}f}{unit}"
 
@@ -178,7 +189,10 @@ def report(folder, min_speedup, scores):
            "ttft_cold_ms": cold, "ttft_warm_ms": warm, "score": None,
            "engine_limit": engine_limit(folder, before, after)}
     if scores:
-        out["score"] = paired(*(json.loads(Path(path).read_text()) for path in scores))
+        score = out["score"] = paired(*(json.loads(Path(path).read_text()) for path in scores))
+        score["of"] = max(before["requests"], after["requests"])
+        score["coverage"] = {"sequential": coverage(before), "batched": coverage(after),
+                             "complete": score["items"] == score["of"]}
     (folder / "report.json").write_text(json.dumps(out, indent=1) + "\n")
 
     rows = [("", "one at a time", "evalrt"),
@@ -209,7 +223,9 @@ def report(folder, min_speedup, scores):
     if out["score"]:
         score = out["score"]
         print(f"score: {score['sequential']:.1%} one at a time, {score['batched']:.1%} by evalrt, "
-              f"on {score['items']} items; p = {score['p_value']}: {score['verdict']}")
+              f"on {score['items']} of {score['of']} items; p = {score['p_value']}: {score['verdict']}"
+              + ("" if score["coverage"]["complete"] else
+                 f"; NOT COMPLETE: {missing('one at a time', before)}; {missing('evalrt', after)}"))
         for name, ids in (("only one at a time", score["only_sequential_right"]),
                           ("only by evalrt", score["only_batched_right"])):
             if ids:

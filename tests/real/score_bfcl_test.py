@@ -242,9 +242,15 @@ def check_files(scratch, data):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         done = run("--category", "simple_python", "--data", data, path)
         verdicts = [one for one in expected.values() if one is not None]
-        check(what, json.dumps({"correct": sum(verdicts), "total": len(verdicts),
-                                "per_item": expected}) + "\n",
-              done.stdout if done.returncode == 0 else done.stderr)
+        scores = json.loads(done.stdout) if done.returncode == 0 else {"stderr": done.stderr}
+        coverage = scores.pop("coverage", None)
+        check(what, {"correct": sum(verdicts), "total": len(verdicts), "per_item": expected}, scores)
+        # Of the whole category, and said beside the score.
+        if coverage:
+            check(what + ": coverage", [400, 400 - len(expected), len(expected), False],
+                  [coverage["items"], coverage["not_run"], coverage["answered"] + coverage["failed"],
+                   coverage["complete"]])
+            check(what + ": said", True, "NOT COMPLETE: " in done.stderr)
     for what, category, text in [("other category", "multiple", right),
                                  ("no such category", "multi_turn_base", right),
                                  ("not JSON", "simple_python", "{\n" + right),

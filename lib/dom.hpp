@@ -7,6 +7,9 @@
 
 #include <simdjson.h>
 
+#include <memory>
+#include <vector>
+
 namespace evalrt::detail {
 
 namespace dom = simdjson::dom;
@@ -38,16 +41,50 @@ class ObjectParser {
 public:
     bool parse(std::string_view& text, dom::element& object) {
         if (text.empty()) return false; // simdjson would hand its null pointer to memcpy
-        if (parser_.parse(text.data(), text.size()).get(object)) {
+        if (parser_->parse(text.data(), text.size()).get(object)) {
             repaired_ = repaired_json(text);
             text = repaired_;
-            if (parser_.parse(repaired_).get(object)) return false;
+            if (parser_->parse(repaired_).get(object)) return false;
         }
         return object.is_object();
     }
 
+    ObjectParser() : parser_(take()) {}
+    ObjectParser(const ObjectParser&) = delete;
+    ObjectParser& operator=(const ObjectParser&) = delete;
+    ~ObjectParser() {
+        auto* const list = spare();
+        if (list && list->size() < 64 && parser_->capacity() <= 64 << 10)
+            list->push_back(std::move(parser_));
+    }
+
 private:
-    dom::parser parser_;
+    using Owned = std::unique_ptr<dom::parser>;
+
+    // What a parser allocates costs as much as the parsing of a short answer. Parsers may outlive
+    // their thread's list, in a static object.
+    struct Spare {
+        std::vector<Owned> parsers;
+        ~Spare() { ended() = true; }
+        static bool& ended() {
+            thread_local bool it = false;
+            return it;
+        }
+    };
+    static std::vector<Owned>* spare() {
+        if (Spare::ended()) return nullptr;
+        thread_local Spare it;
+        return &it.parsers;
+    }
+    static Owned take() {
+        auto* const list = spare();
+        if (!list || list->empty()) return std::make_unique<dom::parser>();
+        auto parser = std::move(list->back());
+        list->pop_back();
+        return parser;
+    }
+
+    Owned parser_;
     std::string repaired_;
 };
 

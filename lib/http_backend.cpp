@@ -18,9 +18,7 @@
 #include <boost/asio/write.hpp>
 #include <boost/beast/core/flat_buffer.hpp>
 #include <boost/beast/core/read_size.hpp>
-#include <boost/beast/http/buffer_body.hpp>
 #include <boost/beast/http/parser.hpp>
-#include <boost/beast/http/read.hpp>
 
 #include <fmt/format.h>
 
@@ -41,7 +39,32 @@ namespace http = boost::beast::http;
 using Tcp = asio::ip::tcp;
 using Millis = Timing::Millis;
 
-using Parser = http::response_parser<http::buffer_body>;
+// A body that is handed on piece by piece, without a copy, until the taker has enough.
+struct TakenBody {
+    struct value_type {
+        void* taker = nullptr;
+        bool (*take)(void* taker, std::string_view bytes) = nullptr;
+        bool enough = false;
+    };
+    class reader {
+    public:
+        template <class Header>
+        reader(Header&, value_type& body) : body_(body) {}
+        void init(const boost::optional<std::uint64_t>&, error_code& ec) { ec = {}; }
+        std::size_t put(asio::const_buffer bytes, error_code& ec) {
+            ec = {};
+            const std::string_view piece(static_cast<const char*>(bytes.data()), bytes.size());
+            if (!body_.enough) body_.enough = !body_.take(body_.taker, piece);
+            return piece.size();
+        }
+        void finish(error_code& ec) { ec = {}; }
+
+    private:
+        value_type& body_;
+    };
+};
+
+using Parser = http::response_parser<TakenBody>;
 
 constexpr auto token = asio::as_tuple(asio::use_awaitable);
 
@@ -119,6 +142,7 @@ struct HttpBackend::Impl {
             options.api_key.pop_back(); // the end of the line of a key file
         if (!visible(options.api_key))
             throw std::invalid_argument("the API key has a space or a control character in it");
+        fields = make_fields();
         if (!url.tls) return;
         tls.emplace(asio::ssl::context::tls_client);
         tls->set_verify_mode(asio::ssl::verify_peer);
@@ -132,25 +156,33 @@ struct HttpBackend::Impl {
                                                     options.ca_file, ec.message()));
     }
 
+    // What every request says after its first line.
+    std::string make_fields() const {
+        const bool v6 = url.host.find(':') != url.host.npos;
+        auto out = fmt::format(" HTTP/1.1\r\n"
+                               "Host: {}{}{}:{}\r\n"
+                               "User-Agent: evalrt\r\n"
+                               "Accept: application/json, text/event-stream\r\n"
+                               "Connection: {}\r\n",
+                               v6 ? "[" : "", url.host, v6 ? "]" : "", url.port,
+                               row.keep_alive ? "keep-alive" : "close");
+        if (!options.api_key.empty()) out += "Authorization: Bearer " + options.api_key + "\r\n";
+        return out;
+    }
+
     std::string head(const Request& request, std::size_t body_size) const {
         std::string_view base = url.base, endpoint = request.endpoint;
         if (base.ends_with("/v1"))
             base.remove_suffix(3); // the endpoint has it, or is beside it, as /health
         else if (!base.empty() && endpoint.starts_with("/v1/"))
             endpoint.remove_prefix(3);
-        const bool v6 = url.host.find(':') != url.host.npos;
-        std::string out =
-            fmt::format("{} {}{} HTTP/1.1\r\n"
-                        "Host: {}{}{}:{}\r\n"
-                        "User-Agent: evalrt\r\n"
-                        "Accept: application/json, text/event-stream\r\n"
-                        "Connection: {}\r\n",
-                        body_size > 0 ? "POST" : "GET", base, endpoint, v6 ? "[" : "", url.host,
-                        v6 ? "]" : "", url.port, row.keep_alive ? "keep-alive" : "close");
+        std::string out;
+        out.reserve(base.size() + endpoint.size() + fields.size() + 100);
+        out.append(body_size > 0 ? "POST " : "GET ").append(base).append(endpoint).append(fields);
         if (body_size > 0)
-            out +=
-                fmt::format("Content-Type: application/json\r\nContent-Length: {}\r\n", body_size);
-        if (!options.api_key.empty()) out += "Authorization: Bearer " + options.api_key + "\r\n";
+            out.append("Content-Type: application/json\r\nContent-Length: ")
+                .append(std::to_string(body_size))
+                .append("\r\n");
         return out += "\r\n";
     }
 
@@ -172,6 +204,7 @@ struct HttpBackend::Impl {
     LogSink log;
     Url url;
     std::vector<Tcp::endpoint> known; // empty: look it up
+    std::string fields;
     detail::ConnectPacer pacer;
     detail::AnswerWatch watch;
     std::list<asio::steady_timer*> turns; // of those who wait for their time to connect
@@ -196,9 +229,7 @@ public:
           on_text_(std::move(on_text)),
           handler_(std::move(handler)),
           clock_({}, started_),
-          watchdog_(impl_->executor),
-          pause_(impl_->executor),
-          resolver_(impl_->executor) {}
+          watchdog_(impl_->executor) {}
 
     void start() {
         auto self = this->shared_from_this();
@@ -219,7 +250,7 @@ public:
 
 private:
     void abort() {
-        pause_.cancel();
+        if (pause_) pause_->cancel();
         // A look-up cannot be stopped, and may last for many seconds: nobody waits for it.
         if (resolving_)
             asio::post(impl_->executor, [self = this->shared_from_this()] { self->end(); });
@@ -338,7 +369,8 @@ private:
     // First come, first served; who is cancelled while waiting leaves no gap.
     asio::awaitable<void> take_turn() {
         auto& turns = impl_->turns;
-        const auto place = turns.insert(turns.end(), &pause_);
+        pause_.emplace(impl_->executor);
+        const auto place = turns.insert(turns.end(), &*pause_);
         while (!stopped()) {
             auto at = Clock::time_point::max();
             if (place == turns.begin()) {
@@ -350,8 +382,8 @@ private:
                     break;
                 }
             }
-            pause_.expires_at(at);
-            co_await pause_.async_wait(token);
+            pause_->expires_at(at);
+            co_await pause_->async_wait(token);
         }
         turns.erase(place);
         if (!turns.empty()) turns.front()->cancel();
@@ -366,8 +398,9 @@ private:
         auto endpoints = impl_->known;
         if (endpoints.empty()) {
             resolving_ = true;
+            Tcp::resolver resolver(impl_->executor);
             auto [resolve_error, found] =
-                co_await resolver_.async_resolve(url.host, url.port, token);
+                co_await resolver.async_resolve(url.host, url.port, token);
             resolving_ = false;
             if (stopped()) co_return false;
             if (resolve_error) {
@@ -469,8 +502,9 @@ private:
             co_await read_stream(stream, *parser);
         else
             co_await read_whole(stream, *parser, good);
-        if (write_error || stopped()) co_return;
-        co_await recycle(stream, *parser);
+        if (write_error || stopped() || !reusable(*parser)) co_return;
+        if (!parser->is_done()) co_await drain(stream, *parser);
+        if (parser->is_done()) keep();
     }
 
     // False: it failed. Beast's own operation holds what one read brings to the limit, but not the
@@ -513,20 +547,34 @@ private:
     // Calls take(bytes) for the body until take says false or it ends.
     template <class Stream, class Take>
     asio::awaitable<error_code> read_body(Stream& stream, Parser& parser, Take take) {
+        auto& buffer = connection_->buffer;
+        auto& body = parser.get().body();
+        body = {&take, [](void* taker, std::string_view bytes) {
+                    return (*static_cast<Take*>(taker))(bytes);
+                }};
+        parser.eager(true); // all that the buffer has
         while (!parser.is_done()) {
-            auto& body = parser.get().body();
-            body.data = bytes_.data();
-            body.size = bytes_.size();
-            auto [ec, n] =
-                co_await http::async_read_some(stream, connection_->buffer, parser, token);
-            if (stopped()) co_return asio::error::operation_aborted;
-            if (const auto got = bytes_.size() - body.size; got > 0) {
-                clock_.bytes(Clock::now());
-                if (!take(std::string_view(bytes_.data(), got))) break;
+            error_code ec = http::error::need_more;
+            if (buffer.size() > 0) {
+                buffer.consume(parser.put(buffer.data(), ec));
+                if (stopped()) co_return asio::error::operation_aborted;
+                if (body.enough) break;
             }
-            if (ec == http::error::need_buffer) continue;
-            // Many servers end a close-delimited body without the TLS goodbye.
-            if (ec == asio::ssl::error::stream_truncated && parser.need_eof()) break;
+            if (ec == http::error::need_more) {
+                const auto size = boost::beast::read_size(buffer, 64 << 10);
+                if (size == 0) co_return http::error::buffer_overflow;
+                auto [error, n] = co_await stream.async_read_some(buffer.prepare(size), token);
+                if (stopped()) co_return asio::error::operation_aborted;
+                buffer.commit(n);
+                ec = error;
+                if (ec == asio::error::eof) {
+                    ec = {};
+                    parser.put_eof(ec);
+                }
+                // Many servers end a close-delimited body without the TLS goodbye.
+                if (ec == asio::ssl::error::stream_truncated && parser.need_eof()) break;
+                clock_.bytes(Clock::now());
+            }
             if (ec) co_return ec;
         }
         co_return error_code();
@@ -587,6 +635,8 @@ private:
     asio::awaitable<void> read_whole(Stream& stream, Parser& parser, bool good) {
         std::string body;
         const auto limit = impl_->options.body_limit;
+        if (const auto length = parser.content_length(); length && *length < 1 << 20)
+            body.reserve(std::size_t(*length));
         const auto ec = co_await read_body(stream, parser, [&](std::string_view bytes) {
             body.append(bytes);
             return body.size() <= limit;
@@ -613,32 +663,34 @@ private:
         return detail::make_openai_reader(request_.endpoint.ends_with("/chat/completions"));
     }
 
-    // Keeps the connection if its last message has ended, or ends within a moment: the caller does
-    // not wait for that.
+    bool reusable(const Parser& parser) const {
+        if (!impl_->row.keep_alive || !parser.keep_alive()) return false;
+        return !response_.outcome || (parser.is_done() && response_.outcome != Errc::malformed);
+    }
+
+    // The answer is complete, but its message is not: it may end within a moment, for which the
+    // caller does not wait.
     template <class Stream>
-    asio::awaitable<void> recycle(Stream& stream, Parser& parser) {
-        if (!impl_->row.keep_alive || !parser.keep_alive()) co_return;
-        if (response_.outcome == Errc::malformed) co_return;
-        if (response_.outcome && !parser.is_done()) co_return;
+    asio::awaitable<void> drain(Stream& stream, Parser& parser) {
         end();
-        if (!parser.is_done()) {
-            watchdog_.expires_after(std::chrono::milliseconds(100));
-            watchdog_.async_wait([weak = this->weak_from_this()](error_code ec) {
-                if (auto self = weak.lock(); self && !ec) {
-                    self->late_.emplace();
-                    self->abort();
-                }
-            });
-            std::size_t drained = 0;
-            const auto ec = co_await read_body(stream, parser, [&](std::string_view bytes) {
-                return (drained += bytes.size()) < 64 << 10;
-            });
-            watchdog_.cancel();
-            if (ec || !parser.is_done()) co_return;
-        }
+        watchdog_.expires_after(std::chrono::milliseconds(100));
+        watchdog_.async_wait([weak = this->weak_from_this()](error_code ec) {
+            if (auto self = weak.lock(); self && !ec) {
+                self->late_.emplace();
+                self->abort();
+            }
+        });
+        std::size_t drained = 0;
+        co_await read_body(stream, parser, [&](std::string_view bytes) {
+            return (drained += bytes.size()) < 64 << 10;
+        });
+        watchdog_.cancel();
+    }
+
+    void keep() {
         if (impl_->closed || connection_->buffer.size() > 0 ||
             impl_->idle.size() >= impl_->options.idle_connections)
-            co_return;
+            return;
         connection_->idle_since = Clock::now();
         impl_->idle.push_back(std::move(connection_));
         --impl_->open;
@@ -653,10 +705,9 @@ private:
     const Clock::time_point started_ = Clock::now();
     Clock::time_point sent_ = started_;
     detail::ExchangeClock clock_;
-    asio::steady_timer watchdog_, pause_;
-    Tcp::resolver resolver_;
+    asio::steady_timer watchdog_;
+    std::optional<asio::steady_timer> pause_; // before connecting, where that is paced
     std::unique_ptr<Connection> connection_;
-    std::array<char, 64 << 10> bytes_;
     std::optional<detail::ExchangeClock::Limit> late_;
     bool resolving_ = false;
     bool cancelled_ = false;

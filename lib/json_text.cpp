@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 
 namespace evalrt::detail {
 namespace {
@@ -23,11 +24,24 @@ struct Walker {
         while (p != end && space(*p)) ++p;
     }
 
+    // The first c in [from, to); `to`: none. Texts are long: a byte at a time costs more than all
+    // else that is done with a body.
+    static const char* find(const char* from, char c, const char* to) {
+        const void* found = from == to ? nullptr : std::memchr(from, c, std::size_t(to - from));
+        return found ? static_cast<const char*>(found) : to;
+    }
+
     std::string_view string() { // p is at the opening quote
-        const char* begin = p++;
-        while (p != end && *p != '"') p += *p == '\\' && p + 1 != end ? 2 : 1;
-        if (p != end) ++p;
-        return {begin, std::size_t(p - begin)};
+        const char* const begin = p++;
+        for (const char* quote = p;;) {
+            if (quote <= p) quote = find(p, '"', end);
+            const char* const slash = find(p, '\\', quote);
+            if (slash == quote) {
+                p = quote == end ? end : quote + 1;
+                return {begin, std::size_t(p - begin)};
+            }
+            p = end - slash > 2 ? slash + 2 : end;
+        }
     }
 
     std::string_view value() {
@@ -138,6 +152,7 @@ const char* take_number(const char* p, const char* end, std::string& out) {
 
 std::vector<Member> members(std::string_view object) {
     std::vector<Member> found;
+    found.reserve(16);
     Walker walk{object.data(), object.data() + object.size()};
     if (!walk.enter('{')) return found;
     while (walk.next()) {
@@ -170,7 +185,11 @@ std::optional<std::string_view> member(std::span<const Member> object, std::stri
 }
 
 std::string with_changes(std::string_view object, std::span<const Change> changes) {
-    const auto list = members(object);
+    return with_changes(object, members(object), changes);
+}
+
+std::string with_changes(std::string_view object, std::span<const Member> list,
+                         std::span<const Change> changes) {
     std::vector<bool> done(changes.size());
     std::string out;
     out.reserve(object.size() + 128);

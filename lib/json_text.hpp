@@ -31,6 +31,9 @@ struct Change {
 
 /// The object with these changes; all else byte for byte as it was. A new member goes to the end.
 std::string with_changes(std::string_view object, std::span<const Change> changes);
+/// `list`: its members, where they are known.
+std::string with_changes(std::string_view object, std::span<const Member> list,
+                         std::span<const Change> changes);
 
 /// A JSON string, quotes included.
 std::string json_string(std::string_view text);

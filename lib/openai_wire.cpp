@@ -532,7 +532,8 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
         prepared.model = model;
     else if (has("model"))
         prepared.model = from_json_string(*member(list, "model"));
-    prepared.body = changes.empty() ? request.body : Text(with_changes(request.body, changes));
+    prepared.body =
+        changes.empty() ? request.body : Text(with_changes(request.body, list, changes));
     return prepared;
 }
 

@@ -189,7 +189,6 @@ std::optional<std::string> check_object(std::string_view text) {
 Prompt read_prompt(const Request& request, const BackendRow& row) {
     Prompt parts;
     parts.domain = request.endpoint;
-    if (check_object(request.body)) return parts;
     const auto list = members(request.body);
     if (const auto model = member(list, "model")) parts.domain.append(*model);
     for (const auto key : {"max_tokens", "max_completion_tokens"})

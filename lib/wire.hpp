@@ -71,8 +71,8 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
 /// An error if this is no valid JSON object.
 std::optional<std::string> check_object(std::string_view text);
 
-/// What a planner needs to know of it; the views point into the request's body. A body that is
-/// not JSON has no segments.
+/// What a planner needs to know of it; the views point into the request's body, which need not be
+/// JSON: prepare_openai refuses it then, and what was planned for it does not matter.
 Prompt read_prompt(const Request& request, const BackendRow& row);
 
 } // namespace evalrt::detail

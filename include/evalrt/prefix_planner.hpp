@@ -5,6 +5,7 @@
 #include "evalrt/backend_row.hpp"
 #include "evalrt/request.hpp"
 
+#include <cstring>
 #include <deque>
 #include <limits>
 #include <optional>
@@ -221,10 +222,29 @@ private:
         return h ^ (h >> 33);
     }
 
+    // Eight bytes at a time: most of what it costs to submit a request.
+    static Block hash(std::string_view text) {
+        Block h = text.size();
+        const auto add = [&h](Block word) {
+            h = (h ^ word) * 0x9e3779b97f4a7c15u;
+            h ^= h >> 32;
+        };
+        Block word;
+        for (; text.size() >= sizeof word; text.remove_prefix(sizeof word)) {
+            std::memcpy(&word, text.data(), sizeof word);
+            add(word);
+        }
+        if (!text.empty()) {
+            word = 0;
+            std::memcpy(&word, text.data(), text.size());
+            add(word);
+        }
+        return h;
+    }
+
     static std::vector<Block> blocks(const Prompt& prompt) {
         std::vector<Block> list;
         list.reserve(prompt.bytes() / block + 2);
-        const std::hash<std::string_view> hash;
         Block chain = mix(hash(prompt.domain) + 1);
         list.push_back(chain); // the domain is a block of its own
         std::string rest;      // of the segments before, less than a block

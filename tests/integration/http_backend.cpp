@@ -9,6 +9,8 @@
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/steady_timer.hpp>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <deque>
 #include <filesystem>
@@ -306,19 +308,16 @@ TEST_CASE("a request goes out in one write, its head and its body") {
     CHECK(sends == 1);
     REQUIRE(server.requests().size() == 1);
     const auto got = server.requests()[0];
-    CHECK(got.head == "POST /v1/chat/completions HTTP/1.1\r\n"
-                      "Host: 127.0.0.1:" +
-                          std::to_string(server.port()) +
-                          "\r\n"
-                          "User-Agent: evalrt\r\n"
-                          "Accept: application/json, text/event-stream\r\n"
-                          "Connection: keep-alive\r\n"
-                          "Content-Type: application/json\r\n"
-                          "Content-Length: " +
-                          std::to_string(chat().body.view().size()) +
-                          "\r\n"
-                          "Authorization: Bearer " +
-                          canary + "\r\n\r\n");
+    CHECK(got.head ==
+          fmt::format("POST /v1/chat/completions HTTP/1.1\r\n"
+                      "Host: 127.0.0.1:{}\r\n"
+                      "User-Agent: evalrt\r\n"
+                      "Accept: application/json, text/event-stream\r\n"
+                      "Connection: keep-alive\r\n"
+                      "Authorization: Bearer {}\r\n"
+                      "Content-Type: application/json\r\n"
+                      "Content-Length: {}\r\n\r\n",
+                      server.port(), canary, chat().body.view().size()));
     CHECK(got.body == chat().body.view());
     CHECK(server.unused() == "");
 }

@@ -195,6 +195,44 @@ TEST_CASE("random arrays fall into the elements that Boost.JSON finds") {
     }
 }
 
+TEST_CASE("strings end at the first quote that is not escaped, however many are") {
+    for (const std::string inner :
+         {"", R"(\")", R"(\\)", R"(\\\")", R"(a\"b\"c)", R"(\\\\)", R"(\u0041\\)"}) {
+        const auto object =
+            R"({"a": ")" + inner + R"(", "b\"": [")" + inner + R"(", "x"], "c": 1})";
+        INFO(object);
+        const auto list = members(object);
+        REQUIRE(list.size() == 3);
+        CHECK(list[0].value == '"' + inner + '"');
+        CHECK(list[2].value == "1");
+        const auto items = elements(list[1].value);
+        REQUIRE(items.size() == 2);
+        CHECK(items[0] == '"' + inner + '"');
+        CHECK(items[1] == "\"x\"");
+    }
+}
+
+TEST_CASE("a look into what is no JSON ends, within the text") {
+    const std::string text = R"( {"a\"\\": [1, {"b": "\u0041"}, "x"], "c": {}, "d": "e"} )";
+    for (std::size_t n = 0; n <= text.size(); ++n) {
+        const std::vector<char> part(text.begin(), text.begin() + long(n)); // no byte behind it
+        for (const std::size_t at : {std::size_t(0), n / 2})
+            for (const char c : std::string_view("\"\\{}[],: x"))
+                for (const bool change : {false, true}) {
+                    auto bytes = part;
+                    if (change && at < n) bytes[at] = c;
+                    const std::string_view view(bytes.data(), bytes.size());
+                    std::size_t sum = 0;
+                    for (const auto& it : members(view)) {
+                        sum += it.text.size();
+                        elements(it.value);
+                    }
+                    elements(view);
+                    CHECK(sum <= view.size());
+                }
+    }
+}
+
 TEST_CASE("text becomes a JSON string and comes back") {
     const std::string text =
         std::string("a\"\\/\b\f\n\r\t\x01\x1f\0z", 14) + "\xC3\xA9\xF0\x9F\x98\x80";

@@ -10,6 +10,7 @@
 #include <boost/asio/bind_executor.hpp>
 #include <boost/asio/post.hpp>
 
+#include <memory>
 #include <tuple>
 #include <utility>
 
@@ -22,10 +23,12 @@ void complete(asio::any_io_executor executor, Handler handler, Args... args) {
     if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
         slot.clear();
     const auto target = asio::get_associated_executor(handler, executor);
-    asio::post(executor,
-               asio::bind_executor(target, [handler = std::move(handler),
-                                            args = std::make_tuple(std::move(args)...)]() mutable {
-                   std::apply(std::move(handler), std::move(args));
+    // On its way it is moved many times: as one pointer.
+    using Call = std::pair<Handler, std::tuple<Args...>>;
+    auto call = std::make_unique<Call>(std::move(handler), std::tuple(std::move(args)...));
+    asio::post(executor, asio::bind_executor(target, [call = std::move(call)]() mutable {
+                   const auto last = std::move(call);
+                   std::apply(std::move(last->first), std::move(last->second));
                }));
 }
 

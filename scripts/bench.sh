@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Benchmarks against peers and bounds, in one run each: JSON lines on stdout, a table on stderr.
+set -euo pipefail
+. "$(dirname "$0")/setup.sh"
+
+bin="$ROOT/build/bench/bin"
+
+# One line a benchmark: its name, the packages it needs on Debian, and on macOS, its targets, and
+# what runs it.
+benchmarks=(
+    "client|wrk nginx-light libcurl4-openssl-dev valgrind strace|wrk nginx|bench_client bench_server bench_curl|python3 $ROOT/tests/bench/client.py --bin $bin"
+)
+
+names=()
+for line in "${benchmarks[@]}"; do names+=("${line%%|*}"); done
+for argument in "$@"; do
+    case " ${names[*]} " in
+    *" $argument "*) ;;
+    *)
+        echo "usage: scripts/bench.sh [NAME...]; known are: ${names[*]}"
+        case $argument in -h | --help) exit 0 ;; *) exit 2 ;; esac
+        ;;
+    esac
+done
+
+setup_build
+failed=()
+for line in "${benchmarks[@]}"; do
+    IFS='|' read -r name debian mac targets command <<<"$line"
+    [ $# -eq 0 ] || [[ " $* " == *" $name "* ]] || continue
+    read -ra packages <<<"$(if on_mac; then echo "$mac"; else echo "$debian"; fi)"
+    install_packages "${packages[@]}"
+    read -ra targets <<<"$targets"
+    if on_mac; then
+        say "$name: without libcurl (its client uses epoll), valgrind and strace, which macOS lacks"
+        targets=("${targets[@]/bench_curl/}")
+    fi
+    build bench ${targets[@]}
+    say "benchmark: $name"
+    $command || failed+=("$name")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    say "missed a goal: ${failed[*]}"
+    exit 1
+fi

@@ -8,6 +8,7 @@
 #include <simdjson.h>
 
 #include <memory>
+#include <new>
 #include <vector>
 
 namespace evalrt::detail {
@@ -34,6 +35,13 @@ std::string not_json(std::string_view body);
 void fail(Response& response, Errc errc, std::string detail);
 /// Of an answer with a 2xx status that is an error all the same.
 void fail(Response& response, const ServerError& error);
+
+/// A parser that takes no more than 256 levels: the limit for all JSON, asked for or answered.
+inline std::unique_ptr<dom::parser> make_parser() {
+    auto parser = std::make_unique<dom::parser>();
+    if (parser->allocate(4096, 256)) throw std::bad_alloc();
+    return parser;
+}
 
 /// Parses an object. Text that does not parse is repaired first, if that helps: one character that
 /// a model put out of place must not lose its answer. `text` is then what was parsed.
@@ -78,7 +86,7 @@ private:
     }
     static Owned take() {
         auto* const list = spare();
-        if (!list || list->empty()) return std::make_unique<dom::parser>();
+        if (!list || list->empty()) return make_parser();
         auto parser = std::move(list->back());
         list->pop_back();
         return parser;

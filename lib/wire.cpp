@@ -178,9 +178,9 @@ void read_rejection(int status, std::string body, Response& response) {
 
 std::optional<std::string> check_object(std::string_view text) {
     if (text.empty()) return "not JSON (it is empty)";
-    thread_local dom::parser parser;
+    thread_local const auto parser = make_parser();
     dom::element element;
-    if (const auto error = parser.parse(text.data(), text.size()).get(element))
+    if (const auto error = parser->parse(text.data(), text.size()).get(element))
         return fmt::format("not JSON ({})", simdjson::error_message(error));
     if (!element.is_object()) return "not a JSON object";
     return {};

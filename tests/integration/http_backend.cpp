@@ -308,16 +308,15 @@ TEST_CASE("a request goes out in one write, its head and its body") {
     CHECK(sends == 1);
     REQUIRE(server.requests().size() == 1);
     const auto got = server.requests()[0];
-    CHECK(got.head ==
-          fmt::format("POST /v1/chat/completions HTTP/1.1\r\n"
-                      "Host: 127.0.0.1:{}\r\n"
-                      "User-Agent: evalrt\r\n"
-                      "Accept: application/json, text/event-stream\r\n"
-                      "Connection: keep-alive\r\n"
-                      "Authorization: Bearer {}\r\n"
-                      "Content-Type: application/json\r\n"
-                      "Content-Length: {}\r\n\r\n",
-                      server.port(), canary, chat().body.view().size()));
+    CHECK(got.head == fmt::format("POST /v1/chat/completions HTTP/1.1\r\n"
+                                  "Host: 127.0.0.1:{}\r\n"
+                                  "User-Agent: evalrt\r\n"
+                                  "Accept: application/json, text/event-stream\r\n"
+                                  "Connection: keep-alive\r\n"
+                                  "Authorization: Bearer {}\r\n"
+                                  "Content-Type: application/json\r\n"
+                                  "Content-Length: {}\r\n\r\n",
+                                  server.port(), canary, chat().body.view().size()));
     CHECK(got.body == chat().body.view());
     CHECK(server.unused() == "");
 }
@@ -689,58 +688,246 @@ TEST_CASE("a redirect is not followed, and named") {
     }
 }
 
-TEST_CASE("what is not HTTP/1.1 is malformed") {
-    const std::string body = chunk(chat_answer) + chunk("");
-    const auto coded = [&](std::string_view fields, const std::string& text) {
-        return answer_head(json_type + std::string(fields), "200 OK") + text;
+// --- Every fault, with and without a stream, on a fresh connection and on a kept one ---
+
+namespace {
+
+struct Fault {
+    std::string name;
+    Script script;               // from the request on
+    std::optional<Errc> outcome; // nothing: the answer is taken all the same
+    Stage stage = Stage::answered;
+};
+
+std::vector<Fault> faults() {
+    std::vector<Fault> all;
+    const auto add = [&](std::string name, Script script, std::optional<Errc> errc,
+                         Stage stage = Stage::answered) {
+        all.push_back({std::move(name), std::move(script), errc, stage});
     };
-    for (const auto& bytes : {
-             // Transfer codings: what the body is cannot be known.
-             coded("Transfer-Encoding: xchunked\r\n", chat_answer),
-             coded("Transfer-Encoding: gzip\r\n", chat_answer),
-             coded("Transfer-Encoding: identity\r\n", chat_answer),
-             coded("Transfer-Encoding: gzip, chunked\r\n", body),
-             coded("Transfer-Encoding: chunked, identity\r\n", body),
-             coded("Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n", body),
-             coded("Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n", body),
-             coded("Transfer-Encoding: \r\n", chat_answer),
-             // Two lengths.
-             coded("Content-Length: 10\r\nTransfer-Encoding: chunked\r\n", body),
-             coded("Transfer-Encoding: chunked\r\nContent-Length: 10\r\n", body),
-             coded("Content-Length: 3\r\nContent-Length: 4\r\n", chat_answer),
-             coded("Content-Length: +3\r\n", "{} "),
-             coded("Content-Length: -1\r\n", "{}"),
-             coded("Content-Length: 99999999999999999999\r\n", "{}"),
-             // Chunk sizes.
-             coded("Transfer-Encoding: chunked\r\n", "0x3\r\n{} \r\n0\r\n\r\n"),
-             coded("Transfer-Encoding: chunked\r\n", "+3\r\n{} \r\n0\r\n\r\n"),
-             coded("Transfer-Encoding: chunked\r\n", " 3\r\n{} \r\n0\r\n\r\n"),
-             coded("Transfer-Encoding: chunked\r\n", "3\v\r\n{} \r\n0\r\n\r\n"),
-             coded("Transfer-Encoding: chunked\r\n", "11111111111111111\r\n{} \r\n0\r\n\r\n"),
-             coded("Transfer-Encoding: chunked\r\n", "2\r\n{} \r\n0\r\n\r\n"),
-             // Status lines.
-             std::string("HTTP/2.0 200 OK\r\n\r\n{}"),
-             std::string("HTTP/1.1 2000 OK\r\n\r\n{}"),
-             std::string("HTTP/1.1 OK\r\n\r\n{}"),
-             std::string("\r\nHTTP/1.1 200 OK\r\n\r\n{}"),
-             std::string("HTTP/1.1 200 OK\nContent-Length: 2\n\n{}"),
-             std::string("HTTP/1.1 200\r\n\r\n{}"),
-             std::string("ICY 200 OK\r\n\r\n"),
-             answer_head("Bad Name: x\r\n") + "{}",
-             // Other protocols, by mistake.
-             std::string("SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n"),
-             std::string("-ERR unknown\r\n"),
-             std::string("\x15\x03\x01\x00\x02\x02\x46", 7),
-             std::string("<html><body>hello</body></html>\n"),
-         }) {
-        INFO(bytes);
-        FakeServer server({{expect(), reply(bytes), half_close(), hang()}});
-        Client client(server.url());
-        const auto result = client.ask();
-        CHECK(outcome(result) == Errc::malformed);
-        CHECK(result.response.stage == Stage::answered);
-        CHECK(client.backend->connections() == 0);
+    const auto coded = [](std::string_view fields, const std::string& text) {
+        return answer_head(json_type + std::string(fields)) + text;
+    };
+    const std::string chunks = "Transfer-Encoding: chunked\r\n";
+    const std::string body = chunk(chat_answer) + chunk("");
+    const auto whole = with_length(chat_answer);
+    const auto half = whole.substr(0, whole.size() / 2);
+    const auto begun = open_stream({delta("Gr")});
+    Script comments{reply(begun)}, endless{reply("HTTP/1.1 200 OK\r\n")};
+    for (int i = 0; i < 400; ++i) {
+        comments.push_back(reply(chunk(": keepalive\n\n")));
+        comments.push_back(pause(5ms));
+        endless.push_back(reply("X-" + std::to_string(i) + ": y\r\n"));
+        endless.push_back(pause(5ms));
     }
+    std::string many;
+    for (int i = 0; i < 5; ++i) many += "HTTP/1.1 102 Processing\r\n\r\n";
+    std::string flood;
+    for (int i = 0; i < 1000; ++i) flood += "HTTP/1.1 102 Processing\r\n\r\n";
+
+    add("never an answer", {hang()}, Errc::timed_out, Stage::sent);
+    add("closed", {}, Errc::unreachable, Stage::sent);
+    add("reset", {reset()}, Errc::unreachable, Stage::sent);
+    add("byte by byte", {slowly(whole, 1)}, {});
+    add("headers that never end", endless, Errc::timed_out);
+    add("closed in the headers", {reply("HTTP/1.1 200 OK\r\nConte")}, Errc::truncated);
+    add("closed in the body", {reply(half)}, Errc::truncated);
+    add("reset in the body", {reply(half), pause(20ms), reset()}, Errc::truncated);
+    add("silent in the body", {reply(half), hang()}, Errc::timed_out);
+    add("closed in a stream", {reply(begun)}, Errc::truncated, Stage::text);
+    add("reset in a stream", {reply(begun), pause(20ms), reset()}, Errc::truncated, Stage::text);
+    add("silent in a stream", {reply(begun), hang()}, Errc::timed_out, Stage::text);
+    add("comments for ever", comments, Errc::timed_out, Stage::text);
+    add("[DONE], and no end", {reply(open_stream({chat_stream})), hang()}, {}, Stage::text);
+    add("an error in a stream",
+        {reply(begun + chunk(event(R"({"error": {"message": "boom"}})")) + chunk(""))},
+        Errc::rejected, Stage::text);
+
+    add("a length too long, then closed", {reply(coded("Content-Length: 9999\r\n", chat_answer))},
+        Errc::truncated);
+    add("a length too long, then silent",
+        {reply(coded("Content-Length: 9999\r\n", chat_answer)), hang()}, Errc::timed_out);
+    add("a length too short", {reply(coded("Content-Length: 99\r\n", chat_answer)), hang()},
+        Errc::malformed);
+    add("two answers in one", {reply(whole + whole), hang()}, {});
+    add("one answer of information", {reply("HTTP/1.1 100 Continue\r\n\r\n" + whole)}, {});
+    add("some answers of information", {reply(many + whole)}, {});
+    add("only answers of information", {reply(flood), hang()}, Errc::malformed);
+    add("headers over the limit",
+        {reply(coded("X: " + std::string(70 << 10, 'x') + "\r\nContent-Length: 2\r\n", "{}")),
+         hang()},
+        Errc::malformed);
+    add("chunks whose lines end in LF", {reply(coded(chunks, "2\n{}\n0\n\n")), hang()},
+        Errc::timed_out);
+    add("a chunk's size that never ends", {reply(coded(chunks, std::string(1 << 20, '0'))), hang()},
+        Errc::malformed);
+    add("a chunk of 2^64-1 bytes, then closed",
+        {reply(coded(chunks, "FFFFFFFFFFFFFFFF\r\n{} \r\n0\r\n\r\n"))}, Errc::truncated);
+
+    const auto malformed = [&](std::string name, std::string bytes) {
+        add(std::move(name), {reply(std::move(bytes)), half_close(), hang()}, Errc::malformed);
+    };
+    // What the body is cannot be known.
+    malformed("coding xchunked", coded("Transfer-Encoding: xchunked\r\n", chat_answer));
+    malformed("coding gzip", coded("Transfer-Encoding: gzip\r\n", chat_answer));
+    malformed("coding identity", coded("Transfer-Encoding: identity\r\n", chat_answer));
+    malformed("coding gzip, chunked", coded("Transfer-Encoding: gzip, chunked\r\n", body));
+    malformed("coding chunked, identity", coded("Transfer-Encoding: chunked, identity\r\n", body));
+    malformed("codings chunked and identity",
+              coded(chunks + "Transfer-Encoding: identity\r\n", body));
+    malformed("codings gzip and chunked", coded("Transfer-Encoding: gzip\r\n" + chunks, body));
+    malformed("an empty coding", coded("Transfer-Encoding: \r\n", chat_answer));
+    malformed("length and coding", coded("Content-Length: 10\r\n" + chunks, body));
+    malformed("coding and length", coded(chunks + "Content-Length: 10\r\n", body));
+    malformed("two lengths", coded("Content-Length: 3\r\nContent-Length: 4\r\n", chat_answer));
+    malformed("length +3", coded("Content-Length: +3\r\n", "{} "));
+    malformed("length -1", coded("Content-Length: -1\r\n", "{}"));
+    malformed("length over 2^64", coded("Content-Length: 99999999999999999999\r\n", "{}"));
+    for (const auto size : {"0x3", "+3", " 3", "3\v", "11111111111111111", "2", "", "-1", "g"})
+        malformed("chunk size '" + std::string(size) + "'",
+                  coded(chunks, size + std::string("\r\n{} \r\n0\r\n\r\n")));
+    for (const auto bytes :
+         {"HTTP/2.0 200 OK\r\n\r\n{}", "HTTP/1.1 2000 OK\r\n\r\n{}", "HTTP/1.1 OK\r\n\r\n{}",
+          "\r\nHTTP/1.1 200 OK\r\n\r\n{}", "HTTP/1.1 200 OK\nContent-Length: 2\n\n{}",
+          "HTTP/1.1 200\r\n\r\n{}", "ICY 200 OK\r\n\r\n", "HTTP/1.1 200 OK\r\nBad Name: x\r\n\r\n",
+          // Other protocols, by mistake; HTTP/0.9 is one of them.
+          "SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n", "-ERR unknown\r\n",
+          "<html><body>hello</body></html>\n", "{\"error\": \"HTTP/0.9\"}"})
+        malformed(bytes, bytes);
+    malformed("a TLS alert", std::string("\x15\x03\x01\x00\x02\x02\x46", 7));
+    malformed("a zero byte in a field",
+              coded(std::string("X: a\0b\r\n", 8) + "Content-Length: 2\r\n", "{}"));
+
+    for (int status = 300; status < 600; ++status)
+        add("status " + std::to_string(status),
+            {reply(with_length(R"({"error": {"message": "no"}})",
+                               json_type + "Location: http://127.0.0.1:1/\r\n",
+                               std::to_string(status) + " No"))},
+            status == 401 || status == 403   ? Errc::auth
+            : status == 429                  ? Errc::rate_limited
+            : status == 503 || status == 529 ? Errc::overloaded
+                                             : Errc::rejected);
+    return all;
+}
+
+} // namespace
+
+TEST_CASE("every fault ends its request once, in its class, in its time, and leaves nothing") {
+    constexpr Ms span = 150ms;
+    HttpOptions options;
+    options.limits = {span, span, span, 2 * span, 10s};
+    const auto before = open_files();
+    for (const auto& fault : faults())
+        for (const bool stream : {false, true})
+            for (const bool kept : {false, true}) {
+                // Each of 300 statuses in every combination would say little more.
+                if (fault.name.starts_with("status ") && stream != kept) continue;
+                INFO(fault.name << ", stream " << stream << ", kept connection " << kept);
+                {
+                    Script script{expect()}, first{expect(), reply(with_length(chat_answer))};
+                    script.insert(script.end(), fault.script.begin(), fault.script.end());
+                    first.insert(first.end(), script.begin(), script.end());
+                    FakeServer server({kept ? first : script, script}, repeating());
+                    Client client(server.url(), plain(), options);
+                    if (kept) check_answered(client.ask(chat(stream)));
+                    const auto result = client.ask(chat(stream));
+                    CHECK(result.response.outcome == fault.outcome);
+                    CHECK(result.response.stage == fault.stage);
+                    CHECK(result.response.attempts == 1);
+                    if (!fault.outcome) check_answered(result);
+                    if (fault.outcome == Errc::timed_out) CHECK(result.took >= span);
+                    CHECK(result.took <
+                          (fault.outcome == Errc::timed_out ? 2 * span : Ms(0)) + late_by);
+                    // An error as an answer is a whole answer: only then may its connection stay.
+                    CHECK(client.backend->connections() <= 1);
+                    if (fault.outcome && !fault.name.starts_with("status ") &&
+                        fault.name != "an error in a stream")
+                        CHECK(client.backend->connections() == 0);
+                    // A kept connection that closes without a byte is tried once more, afresh.
+                    const bool again = kept && fault.outcome == Errc::unreachable;
+                    CHECK(server.connections() == (again ? 2 : 1));
+                    client.backend.reset();
+                    CHECK(server.quiet());
+                }
+            }
+    CHECK(eventually([&] { return open_files() == before; }));
+}
+
+TEST_CASE("JSON that is made to break its reader does not") {
+    // "part" becomes "message", or in a stream "delta".
+    const auto answer = [](std::string_view more, std::string_view text = "a") {
+        return R"({"choices": [{"index": 0, "part": {"content": ")" + std::string(text) +
+               R"("}, "finish_reason": "stop"}])" + std::string(more) + "}";
+    };
+    const auto deep = [](std::size_t depth) {
+        return std::string(depth, '[') + std::string(depth, ']');
+    };
+    struct Row {
+        std::string name, json;
+        std::optional<Errc> errc;
+        std::string text;
+    };
+    for (const auto& [name, json, errc, text] :
+         {Row{"200 deep", answer(R"(, "x": )" + deep(200)), {}, "a"},
+          Row{"300 deep", answer(R"(, "x": )" + deep(300)), Errc::malformed, ""},
+          Row{"2,000,000 deep", answer(R"(, "x": )" + deep(2'000'000)), Errc::malformed, ""},
+          Row{"5,000,000 open", answer(R"(, "x": )" + std::string(5'000'000, '[')), Errc::malformed,
+              ""},
+          Row{"2,000,000 objects deep",
+              [] {
+                  std::string open;
+                  for (int i = 0; i < 2'000'000; ++i) open += R"({"a":)";
+                  return open;
+              }(),
+              Errc::malformed, ""},
+          Row{"a name twice: the first counts, as in the body",
+              answer(R"(, "choices": [{"index": 0, "part": {"content": "b"}}])"),
+              {},
+              "a"},
+          Row{"a lone surrogate", answer("", "x\\ud800y"), {}, "x\uFFFDy"},
+          Row{"a surrogate pair the wrong way round",
+              answer("", "\\ude00\\ud83d"),
+              {},
+              "\uFFFD\uFFFD"},
+          Row{"no UTF-8", answer("", "x\xFF\xED\xA0\x80y"), {}, "x\uFFFD\uFFFD\uFFFD\uFFFDy"},
+          Row{"NaN and infinity", answer(R"(, "x": [NaN, -Infinity, 1e999])"), {}, "a"},
+          Row{"a wrong number in what nobody reads", answer(R"(, "x": 01)"), Errc::malformed, ""},
+          Row{"a wrong word in what nobody reads", answer(R"(, "x": tru)"), Errc::malformed, ""},
+          Row{"a second document", answer("") + answer("", "b"), Errc::malformed, ""},
+          Row{"a byte order mark", "\xEF\xBB\xBF" + answer(""), {}, "a"}})
+        for (const bool stream : {false, true}) {
+            INFO(name << ", stream " << stream);
+            auto body = json;
+            if (const auto at = body.find("part"); at != body.npos)
+                body.replace(at, 4, stream ? "delta" : "message");
+            FakeServer server({{expect(), reply(stream ? chunked(event(body), stream_type)
+                                                       : with_length(body))}});
+            Client client(server.url());
+            const auto result = client.ask(chat(stream));
+            CHECK(result.response.outcome == errc);
+            if (!errc) CHECK(result.response.text == text);
+            CHECK(result.took < 5s + late_by);
+        }
+    // What goes out is held to the same.
+    FakeServer server({{expect(), reply(with_length(chat_answer))}}, repeating());
+    Client client(server.url());
+    Request request;
+    request.body = R"({"prompt": )" + deep(300) + "}";
+    CHECK(outcome(client.ask(request)) == Errc::rejected);
+    request.body = R"({"prompt": )" + deep(2'000'000) + "}";
+    CHECK(outcome(client.ask(request)) == Errc::rejected);
+    CHECK(server.connections() == 0);
+}
+
+TEST_CASE("no name of a model becomes a header") {
+    FakeServer server({{expect(), reply(with_length(chat_answer))}});
+    HttpOptions options;
+    options.model = "m\r\nX-Injected: yes\r\n\r\n\"}";
+    options.override_model = true;
+    Client client(server.url(), plain(), options);
+    check_answered(client.ask());
+    CHECK(!server.requests().at(0).field("x-injected"));
+    CHECK(contains(server.requests().at(0).body, R"("m\r\nX-Injected: yes\r\n\r\n\"}")"));
 }
 
 TEST_CASE("words of another protocol are shown") {
@@ -766,16 +953,6 @@ TEST_CASE("a body that is no answer is malformed") {
     const auto result = client.ask(chat(true));
     CHECK(outcome(result) == Errc::malformed);
     CHECK(contains(result.response.detail, "oops"));
-}
-
-TEST_CASE("informational answers have an end") {
-    std::string bytes;
-    for (int i = 0; i < 1000; ++i) bytes += "HTTP/1.1 102 Processing\r\n\r\n";
-    FakeServer server({{expect(), reply(bytes), hang()}});
-    Client client(server.url());
-    const auto result = client.ask();
-    CHECK(outcome(result) == Errc::malformed);
-    CHECK(result.took < late_by);
 }
 
 // --- Limits ---
@@ -947,14 +1124,18 @@ TEST_CASE("wherever the answer is cut, the request fails exactly once") {
           Row{events, true, events.size() - 7},
           // All but the blank line after the finish reason.
           Row{open_end, true, open_end.find(finish) + finish.size() - 2}})
-        for (const bool abort : {false, true}) {
-            std::size_t n = 0;
+        for (const auto& [abort, kept] :
+             {std::pair(false, false), {true, false}, {false, true}, {true, true}}) {
+            std::size_t n = kept ? 1 : 0; // without a byte it is tried again
+            const std::string where = kept ? " on a kept connection" : "";
             for (; n <= bytes.size(); ++n) {
-                INFO("after " << n << " of " << bytes.size() << " bytes, reset " << abort);
+                INFO("after " << n << " of " << bytes.size() << " bytes, reset " << abort << where);
                 Script script{expect(), reply(bytes.substr(0, n))};
+                if (kept) script.insert(script.begin(), {expect(), reply(whole)});
                 if (abort) script.push_back(reset());
-                FakeServer server({script});
+                FakeServer server({script, {expect()}});
                 Client client(server.url());
+                if (kept) check_answered(client.ask());
                 const auto result = client.ask(chat(stream));
                 if (!result.code) break;
                 const auto errc = outcome(result);

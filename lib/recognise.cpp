@@ -270,6 +270,7 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     it.backlog = profile->backlog;
     it.accept_interval = profile->accept_interval;
     it.in_flight = profile->in_flight;
+    it.most_in_flight = profile->most_in_flight;
     it.release = profile->release;
     it.commit_delay = profile->commit_delay;
     it.shared_tokens = profile->shared_tokens;
@@ -282,10 +283,12 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     it.command.clear();
     it.env.clear();
     it.served_model = row.served_model;
-    if (recognition.in_flight)
-        // A server may take far more than is good for it (SGLang's 2,048): it is a limit.
-        it.in_flight = profile->name == "sglang" ? std::min(it.in_flight, *recognition.in_flight)
-                                                 : *recognition.in_flight;
+    if (recognition.in_flight) {
+        const auto told = *recognition.in_flight;
+        // Slots are what a server takes; SGLang's 2,048 are far more than is good for it: a limit.
+        it.in_flight = it.most_in_flight > 0 ? std::min(it.in_flight, told) : told;
+        it.most_in_flight = std::min(it.most_in_flight, told);
+    }
     return it;
 }
 

@@ -13,6 +13,7 @@ namespace evalrt {
 SchedulerOptions scheduler_options(const BackendRow& row) {
     SchedulerOptions options;
     options.max_in_flight = row.in_flight;
+    options.most_in_flight = row.most_in_flight;
     options.refill = row.refill;
     options.prefill_tokens = row.prefill_tokens;
     if (row.release == Release::done) options.commit_delay = row.commit_delay;
@@ -159,7 +160,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         const auto it = items.find(id);
         if (it == items.end()) return;
         last_progress = Clock::now();
-        core.first_text(id, last_progress);
+        core.text(id, last_progress);
         auto& item = *it->second;
         if (item.on_text && item.request.stream && !item.cancelled && !item.late) {
             item.delivered |= !piece.empty();

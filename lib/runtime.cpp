@@ -130,7 +130,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                             options.model, row.name));
         if (!starts) parse_url(options.url);
         own_in_flight = row.in_flight;
-        if (options.max_in_flight > 0) row.in_flight = options.max_in_flight;
+        fix_in_flight();
         // The name of a folder that we have not chosen is not known.
         if (!starts && row.served_model.find('{') != std::string::npos) row.served_model.clear();
         model = row.served_model.empty() ? options.model : filled_in(row.served_model);
@@ -177,8 +177,15 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         // A server that knows its model by one name only cannot do with another.
         it.override_model = options.override_model || !row.served_model.empty();
         if (starts) it.max_context = options.max_context;
+        it.idle_connections = std::max({it.idle_connections, row.in_flight, row.most_in_flight});
         it.limits = options.limits;
         return it;
+    }
+
+    void fix_in_flight() {
+        if (options.max_in_flight == 0) return;
+        row.in_flight = options.max_in_flight;
+        row.most_in_flight = 0;
     }
 
     // The two loops hold this alive until they have seen it.
@@ -311,7 +318,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (failed) co_return failed;
         row = detail::with_profile(row, found);
         version = found.version;
-        if (options.max_in_flight > 0) row.in_flight = options.max_in_flight;
+        fix_in_flight();
         // Of the rows that name their model only mlx_lm.server's lists others, too.
         const auto* known = find_profile_row(found.profile);
         if (model.empty() && known && known->served_model.find('{') == std::string::npos)

@@ -59,12 +59,18 @@ std::string cached(const BackendRow& row) {
     return row.cached_hint.find("--") == std::string::npos ? "no" : "if told to";
 }
 
+std::string in_flight(const BackendRow& row) {
+    return row.most_in_flight > row.in_flight
+               ? fmt::format("{}-{}", row.in_flight, row.most_in_flight)
+               : std::to_string(row.in_flight);
+}
+
 void table(std::span<const BackendRow> rows) {
     fmt::print("{:<13} {:<9} {:>9}  {:<11} {:>12}  {:<15} {:<10}  {}\n", "name", "wire",
                "in flight", "siblings", "from tokens", "connection", "cached", "care taken");
     for (const auto& row : rows) {
         fmt::print("{:<13} {:<9} {:>9}  {:<11} {:>12}  {:<15} {:<10}  {}\n", row.name,
-                   row.wire == Wire::openai ? "openai" : "anthropic", row.in_flight, release(row),
+                   row.wire == Wire::openai ? "openai" : "anthropic", in_flight(row), release(row),
                    row.release == Release::at_once && row.in_flight == 1
                        ? "-"
                        : std::to_string(row.shared_tokens),
@@ -77,6 +83,7 @@ json::object as_json(const BackendRow& row) {
                      {"wire", row.wire == Wire::openai ? "openai" : "anthropic"},
                      {"command", json::array(row.command.begin(), row.command.end())},
                      {"in_flight", row.in_flight},
+                     {"most_in_flight", std::max(row.in_flight, row.most_in_flight)},
                      {"release", row.release == Release::at_once      ? "at_once"
                                  : row.release == Release::first_text ? "first_text"
                                                                       : "done"},

@@ -136,8 +136,12 @@ private:
         auto& front = runtime_->front();
         started_ = Clock::now();
         if (suite_.jobs.size() > 1 && !common_.quiet)
-            print(fmt::format("{} requests, {} at once, order {}", suite_.jobs.size(),
-                              report_.max_in_flight, report_.order));
+            print(fmt::format("{} requests, {}{} at once, order {}", suite_.jobs.size(),
+                              report_.max_in_flight,
+                              runtime_->row().most_in_flight > report_.max_in_flight
+                                  ? fmt::format(" to {}", runtime_->row().most_in_flight)
+                                  : "",
+                              report_.order));
         for (std::size_t i = 0; i < suite_.jobs.size(); ++i) {
             auto& job = suite_.jobs[i];
             if (!job.problem.empty()) {
@@ -303,6 +307,7 @@ private:
 
     void summarise() {
         const auto stats = runtime_->backend().stats();
+        report_.max_in_flight = std::max(report_.max_in_flight, stats.most_limit);
         report_.server_restarts = runtime_->restarts();
         report_.server_output = runtime_->server_output();
         if (!common_.quiet) {

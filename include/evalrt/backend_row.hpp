@@ -60,7 +60,8 @@ struct BackendRow {
     unsigned backlog = 128;                      ///< of its listening socket
     std::chrono::milliseconds accept_interval{}; ///< pace of connections past the backlog
 
-    unsigned in_flight = 16; ///< requests at once, to start with
+    unsigned in_flight = 16;     ///< requests at once, to start with
+    unsigned most_in_flight = 0; ///< to climb to where that pays; 0: it is known, no climbing
     Release release = Release::first_text;
     std::chrono::milliseconds commit_delay{}; ///< with Release::done
     unsigned shared_tokens = 64; ///< a shared prefix shorter than this is not worth a leader

@@ -102,7 +102,7 @@ struct Model {
     Ids queue;
     Point paused{};
     bool refilling = true;
-    unsigned width = options.max_in_flight, good = 0;
+    evalrt::Limiter limiter{{options.max_in_flight, 0}};
 
     unsigned count(State state) const {
         return unsigned(std::count_if(items.begin(), items.end(),
@@ -119,7 +119,7 @@ struct Model {
             queue.push_back(id);
         }
         const unsigned busy = count(running);
-        const auto allowed = width;
+        const auto allowed = limiter.limit();
         if (queue.empty() || now < paused || busy >= allowed) return 0;
         if (busy > 0) {
             const auto free = allowed - busy;
@@ -140,10 +140,7 @@ struct Model {
         auto& item = items.at(id);
         if (!response.outcome) {
             table.succeeded(item.retry);
-            if (width < options.max_in_flight && ++good >= width) {
-                ++width;
-                good = 0;
-            }
+            limiter.answered(now);
         }
         item.text = false;
         item.state = over;
@@ -155,10 +152,7 @@ struct Model {
         item.state = delayed;
         item.until = now + verdict.delay;
         if (verdict.pause_server) {
-            if (paused <= now) {
-                width = std::max(1u, (count(running) + 1) / 2);
-                good = 0;
-            }
+            if (paused <= now) limiter.overloaded(count(running) + 1);
             paused = std::max(paused, item.until);
         }
         return false;
@@ -312,7 +306,7 @@ struct Life {
             } else if (dice < 40) {
                 if (running.empty()) continue;
                 const auto id = any(running);
-                queue.core.first_text(id, now);
+                queue.core.text(id, now);
                 if (model) model->items.at(id).text = true;
             } else if (dice < 65) {
                 if (running.empty()) continue;
@@ -331,7 +325,7 @@ struct Life {
                 const auto wake = queue.core.wake(now);
                 if (wake > now && wake < never) pass(wake - now);
             }
-            pump(options.max_in_flight);
+            pump(std::max(options.max_in_flight, options.most_in_flight));
             if (closing && running.empty() && !down && queue.core.wake(now) == never) break;
         }
         for (const auto& [id, count] : ends) REQUIRE(count == 1);
@@ -372,6 +366,7 @@ TEST_CASE("with any planner each request ends once, within the limit, and nothin
         if (plan.release == Release::done)
             options.commit_delay = std::chrono::milliseconds(below(random, 2) * 700);
         options.breaker.failures = below(random, 4);
+        options.most_in_flight = below(random, 12);
         options.breaker.patience = std::chrono::seconds(below(random, 100));
         Queue queue(options, std::make_unique<RadixPlanner>(plan));
         Life{.queue = queue, .random = random, .deaths = seed % 2 == 0}.live(options);
@@ -443,7 +438,7 @@ TEST_CASE("a batch that the planner held back is completed when it lets go") {
     Queue queue(options, radix(Release::first_text));
     for (RequestId id = 1; id <= 5; ++id) queue.submit(id, header + std::to_string(id));
     CHECK(queue.next() == Ids{1});
-    queue.core.first_text(1, start);
+    queue.core.text(1, start);
     CHECK(queue.next() == Ids{2, 3, 4});
 }
 
@@ -453,8 +448,8 @@ TEST_CASE("cold prompt tokens wait for the first text of those before") {
     Queue queue(options);
     for (RequestId id = 1; id <= 5; ++id) queue.submit(id, std::string(250, 'x'));
     CHECK(queue.next() == Ids{1, 2}); // the second goes over it
-    queue.core.first_text(1, start);
-    queue.core.first_text(1, start); // says nothing new
+    queue.core.text(1, start);
+    queue.core.text(1, start); // says nothing new
     CHECK(queue.next() == Ids{3});
     CHECK(queue.next().empty());
     SECTION("or for their end") {
@@ -471,7 +466,7 @@ TEST_CASE("cold prompt tokens wait for the first text of those before") {
         CHECK(queue.next(start + 1s) == Ids{5, 2});
         queue.submit(6, std::string(250, 'x'));
         CHECK(queue.next(start + 1s).empty());
-        queue.core.first_text(2, start + 1s);
+        queue.core.text(2, start + 1s);
         CHECK(queue.next(start + 1s) == Ids{6});
     }
 }
@@ -482,7 +477,7 @@ TEST_CASE("what the server's cache shows is not cold") {
     Queue queue(options, radix(Release::first_text));
     for (RequestId id = 1; id <= 4; ++id) queue.submit(id, header + std::to_string(id));
     CHECK(queue.next() == Ids{1}); // it alone is over it
-    queue.core.first_text(1, start);
+    queue.core.text(1, start);
     CHECK(queue.next() == Ids{2, 3, 4}); // 45 bytes each
 }
 
@@ -622,7 +617,7 @@ TEST_CASE("a failed leader makes a follower the leader at once and comes back it
     CHECK_FALSE(queue.fail(1, failed(Errc::truncated)));
     CHECK(queue.next() == Ids{2});
     CHECK(queue.next(start + 1s).empty());
-    queue.core.first_text(2, start + 1s);
+    queue.core.text(2, start + 1s);
     CHECK(queue.next(start + 1s).size() == 2);
 }
 
@@ -757,12 +752,12 @@ TEST_CASE("a new server has an empty cache") {
     const std::string shared(1000, 's');
     for (RequestId id = 1; id <= 3; ++id) queue.submit(id, shared + char('a' + id));
     CHECK(queue.next() == Ids{1});
-    queue.core.first_text(1, start);
+    queue.core.text(1, start);
     CHECK(queue.answer(1));
     queue.core.server_lost();
     queue.core.server_back();
     CHECK(queue.next() == Ids{2}); // a leader again
-    queue.core.first_text(2, start);
+    queue.core.text(2, start);
     CHECK(queue.next() == Ids{3});
 }
 
@@ -809,28 +804,63 @@ TEST_CASE("a server that still sends text is only short of connections") {
     Queue queue(options);
     queue.submit(1, 3);
     queue.next();
-    queue.core.first_text(1, start);
+    queue.core.text(1, start);
     queue.fail(2, failed(Errc::unreachable, evalrt::Stage::sent));
     CHECK(queue.next(start + 1s) == Ids{2});
 }
 
-TEST_CASE("an overloaded server gets half as many, and then one more a round") {
+TEST_CASE("an overloaded server gets fewer, and then one more a round") {
     Queue queue(in_flight(8));
-    queue.submit(1, 40);
+    queue.submit(1, 60);
     CHECK(queue.next().size() == 8);
     for (RequestId id = 1; id <= 8; ++id)
         CHECK_FALSE(queue.fail(id, asked_to_wait(Errc::overloaded, 1s)));
     CHECK(queue.next().empty());
     auto now = start + 2s;
     auto sent = queue.next(now);
-    CHECK(sent.size() == 4); // once for all that were turned away together
-    for (unsigned round = 5; round <= 8; ++round) {
+    CHECK(sent.size() == 6); // once for all that were turned away together
+    for (unsigned round = 7; round <= 8; ++round) {
         for (const auto id : sent) CHECK(queue.answer(id, now));
         sent = queue.next(now);
         CHECK(sent.size() == round);
     }
     for (const auto id : sent) CHECK(queue.answer(id, now));
-    CHECK(queue.next(now).size() <= 8);
+    CHECK(queue.next(now).size() == 8);
+}
+
+TEST_CASE("more are let in while that brings more tokens a second") {
+    auto options = in_flight(2);
+    options.most_in_flight = 16;
+    Queue queue(options);
+    queue.submit(1, 1000);
+    Point now = start;
+    std::vector<RequestId> running = queue.next(now);
+    for (int step = 0; step < 100; ++step) { // a step gives each a token and takes 50 ms
+        now += 50ms;
+        for (const auto id : running) queue.core.text(id, now);
+        for (const auto id : queue.next(now)) running.push_back(id);
+    }
+    CHECK(running.size() == 16);
+    CHECK(queue.core.stats(now).limit == 16);
+}
+
+TEST_CASE("answers that come in one piece show what the limit is worth, too") {
+    auto options = in_flight(2);
+    options.most_in_flight = 16;
+    Queue queue(options);
+    queue.submit(1, 4000);
+    Point now = start;
+    std::vector<RequestId> running = queue.next(now);
+    for (int step = 0; step < 100; ++step) {
+        now += 100ms;
+        for (const auto id : std::exchange(running, {})) {
+            Response response;
+            response.usage.completion_tokens = 10;
+            CHECK(queue.core.ended(id, response, false, now));
+            for (const auto next : queue.next(now)) running.push_back(next);
+        }
+    }
+    CHECK(queue.core.stats(now).limit == 16);
 }
 
 TEST_CASE("a run that is not worth going on with says so, while something waits") {

@@ -4,6 +4,7 @@
 
 #include "evalrt/detail/breaker.hpp"
 #include "evalrt/detail/retry.hpp"
+#include "evalrt/limiter.hpp"
 #include "evalrt/prefix_planner.hpp"
 
 #include <deque>
@@ -13,7 +14,8 @@
 namespace evalrt {
 
 struct SchedulerOptions {
-    unsigned max_in_flight = 16;
+    unsigned max_in_flight = 16; ///< to start with
+    unsigned most_in_flight = 0; ///< to climb to where that pays; up to max_in_flight: no climbing
     unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
     unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
     std::chrono::milliseconds commit_delay{}; ///< end of a leader to its prefix being visible
@@ -34,7 +36,8 @@ struct SchedulerStats {
     std::uint64_t answered = 0;
     std::uint64_t timeouts = 0; ///< attempts that ran into a time limit of theirs
     std::uint64_t reruns = 0;   ///< attempts made again because the server had died under them
-    unsigned allowed = 0;       ///< in flight at present: less than the limit after an overload
+    unsigned limit = 0;         ///< of those in flight, at present
+    unsigned most_limit = 0;    ///< the highest so far
 };
 
 namespace detail {
@@ -48,10 +51,8 @@ public:
           options_(options),
           retry_(options.retry),
           breaker_(options.breaker),
-          stop_(options.stop) {
-        options_.max_in_flight = std::max(options_.max_in_flight, 1u);
-        width_ = options_.max_in_flight;
-    }
+          stop_(options.stop),
+          limiter_({options.max_in_flight, options.most_in_flight}) {}
 
     /// What the prompt's views point at must stay until the request has ended for good.
     /// `deadline`: Point::max() for none.
@@ -68,7 +69,7 @@ public:
     std::optional<Pick> next(Point now) {
         release(now);
         held_until_ = Point::max();
-        const auto allowed = breaker_.allowed(width_, now);
+        const auto allowed = breaker_.allowed(limiter_.limit(), now);
         if (down_ || now < paused_until_ || running_ >= allowed) return {};
         if (!suspects_.empty()) return running_ == 0 ? next_suspect(now) : std::optional<Pick>();
         if (waiting_ == 0 || alone_) return {};
@@ -91,9 +92,13 @@ public:
         return pick;
     }
 
-    void first_text(RequestId id, Point now) {
+    /// A piece of a running request's answer, about a token, has arrived.
+    void text(RequestId id, Point now) {
         const auto it = items_.find(id);
-        if (it == items_.end() || it->second.state != State::running || it->second.has_text) return;
+        if (it == items_.end() || it->second.state != State::running) return;
+        limiter_.tokens(1, running_ >= limiter_.limit() && waiting_ > 0, now);
+        if (it->second.has_text) return;
+        limiter_.first_text(now);
         breaker_.alive();
         it->second.has_text = true;
         ++with_text_;
@@ -109,7 +114,8 @@ public:
         account(now);
         --running_;
         refilling_ = false;
-        if (std::exchange(item.has_text, false))
+        const bool had_text = std::exchange(item.has_text, false);
+        if (had_text)
             --with_text_;
         else
             prefilling_ -= item.cold;
@@ -119,7 +125,11 @@ public:
         if (!response.outcome) {
             breaker_.alive();
             ++stats_.answered;
-            if (width_ < options_.max_in_flight && ++good_ >= width_) widen(width_ + 1);
+            if (!had_text) // it came in one piece
+                limiter_.tokens(double(response.usage.completion_tokens.value_or(1)),
+                                running_ + 1 >= limiter_.limit() && waiting_ > 0, now);
+            limiter_.answered(now);
+            stats_.most_limit = std::max(stats_.most_limit, limiter_.limit());
             retry_.succeeded(item.retry);
             item.deaths = 0;
             // The place is free at once; what the others wait for comes a little later.
@@ -181,9 +191,7 @@ public:
         item.state = State::delayed;
         delayed_.emplace(now + verdict.delay, id);
         if (verdict.pause_server) {
-            // Half as many after the pause, once for all that were turned away together; then one
-            // more for each round that goes well.
-            if (paused_until_ <= now) widen((running_ + 1) / 2);
+            if (paused_until_ <= now) limiter_.overloaded(running_ + 1); // once for all together
             paused_until_ = std::max(paused_until_, now + verdict.delay);
         }
         return false;
@@ -193,7 +201,7 @@ public:
     /// again; nothing is sent until server_back().
     void server_lost() {
         down_ = true;
-        if (running_ > 1) widen(running_ / 2); // the load, perhaps
+        limiter_.lost(running_); // the load may have been it
         for (auto& [id, item] : items_) {
             if (item.state != State::running || item.lost) continue;
             item.lost = true;
@@ -260,7 +268,7 @@ public:
         if (!deadlines_.empty()) at = deadlines_.begin()->first;
         if (!committing_.empty()) at = std::min(at, committing_.front().first);
         if (down_) return at;
-        const auto allowed = breaker_.allowed(width_, now);
+        const auto allowed = breaker_.allowed(limiter_.limit(), now);
         const bool may_wait = waiting_ > 0 || !suspects_.empty();
         if (breaker_.open() && (may_wait || !delayed_.empty()) && breaker_.wake() > now)
             at = std::min(at, breaker_.wake());
@@ -278,7 +286,8 @@ public:
     SchedulerStats stats(Point now) {
         account(now);
         stats_.in_flight = running_;
-        stats_.allowed = breaker_.allowed(width_, now);
+        stats_.limit = limiter_.limit();
+        stats_.most_limit = std::max(stats_.most_limit, stats_.limit);
         return stats_;
     }
 
@@ -322,11 +331,6 @@ private:
         item.alone = alone_ = true;
         run(pick, now);
         return pick;
-    }
-
-    void widen(unsigned width) {
-        width_ = std::max(width, 1u);
-        good_ = 0;
     }
 
     // What a dying server leaves of an answer.
@@ -383,13 +387,12 @@ private:
     RetryTable retry_;
     Breaker breaker_;
     StopRule stop_;
+    Limiter limiter_;
     Reason stop_reason_;
     std::unordered_map<RequestId, Item> items_;
     std::set<std::pair<Point, RequestId>> deadlines_, delayed_;
     std::deque<std::pair<Point, RequestId>> committing_;
     std::deque<RequestId> suspects_; // run one at a time, before all others
-    unsigned width_ = 1;             // in flight at most: the limit, or less after an overload
-    unsigned good_ = 0;              // answers since it changed
     bool down_ = false, alone_ = false;
     unsigned with_text_ = 0;  // of those that run
     std::size_t waiting_ = 0; // in the planner

@@ -1,0 +1,186 @@
+// Limiter: how many requests are in flight.
+#ifndef EVALRT_LIMITER_HPP
+#define EVALRT_LIMITER_HPP
+
+#include "evalrt/request.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace evalrt {
+
+struct LimiterOptions {
+    unsigned start = 16;
+    unsigned most = 0; ///< to climb to where that pays; up to start: the limit stays at start
+};
+
+/// Finds the knee: the number in flight from where on more of them bring no more tokens a second.
+/// It doubles as long as that pays, keeps what pays a little, takes back what does not, and looks
+/// again now and then. Latency says nothing here: it grows with the batch by design, and local
+/// servers queue instead of refusing. A server that refuses gets three quarters, and then one more
+/// a round, up to what it refused.
+///
+/// Deterministic given its calls. No clock: time is passed in and never goes backwards.
+class Limiter {
+public:
+    using Point = Clock::time_point;
+
+    explicit Limiter(LimiterOptions options)
+        : start_(std::max(options.start, 1u)),
+          most_(std::max(options.most, start_)),
+          limit_(start_),
+          ceiling_(most_) {
+        settle(limit_);
+    }
+
+    unsigned limit() const { return limit_; }
+
+    /// A request has its first token.
+    void first_text(Point now) { arrived(now); }
+
+    /// Output tokens have arrived. `full`: the limit is reached and more is waiting; only then a
+    /// rate says what the limit is worth.
+    void tokens(double count, bool full, Point now) {
+        if (most_ == start_ || recovering_ || phase_ == Phase::settling) return;
+        if (!full || since_ == Point{}) return begin(now);
+        count_ += count;
+        const std::chrono::duration<double> passed = now - since_;
+        if (count_ >= window * limit_ && passed >= shortest) decide(count_ / passed.count(), now);
+    }
+
+    /// A request was answered.
+    void answered(Point now) {
+        arrived(now);
+        if (++good_ < limit_) return;
+        good_ = 0; // a round
+        if (recovering_) {
+            if (limit_ < target()) raise(limit_ + 1);
+            if (limit_ >= target()) recover();
+        } else if (limit_ == ceiling_ && ceiling_ < most_ && ++quiet_ >= patience) {
+            quiet_ = 0;
+            ceiling_ = limit_ + 1; // it may take more by now
+            raise(ceiling_);
+        }
+    }
+
+    /// The server has refused a request for its load, `running` being in flight, that one
+    /// included. To be told once for all that are refused together.
+    void overloaded(unsigned running) {
+        if (raised_) {
+            ceiling_ = std::max(limit_ - 1, 1u); // it was the last one that was too many
+            reduce(ceiling_);
+        } else {
+            reduce(std::min(limit_, running) * 3 / 4);
+        }
+    }
+
+    /// The server has died under this many.
+    void lost(unsigned running) {
+        if (running > 1) reduce(std::min(limit_, running) / 2);
+    }
+
+private:
+    static constexpr double window = 6; // tokens of each stream
+    static constexpr std::chrono::duration<double> shortest{0.25};
+    static constexpr unsigned patience = 8; // rounds, windows
+    static constexpr double elastic = 0.2;  // d ln(rate) / d ln(limit) that is worth doubling for
+    static constexpr double worthwhile = 1.03;
+
+    enum class Phase { settling, measuring };
+
+    // Those that a new limit lets in have to be past their prefill first.
+    void settle(unsigned arrivals) {
+        phase_ = arrivals > 0 ? Phase::settling : Phase::measuring;
+        awaited_ = arrivals;
+        begin(Point{});
+    }
+
+    void arrived(Point now) {
+        if (phase_ != Phase::settling || --awaited_ > 0) return;
+        phase_ = Phase::measuring;
+        begin(now);
+    }
+
+    void begin(Point now) {
+        since_ = now;
+        count_ = 0;
+    }
+
+    void decide(double rate, Point now) {
+        begin(now);
+        if (best_ == 0 || limit_ == best_) {
+            // At what is known to be good.
+            best_rate_ = best_ == 0 ? rate : (3 * best_rate_ + rate) / 4;
+            best_ = limit_;
+            if (climbing_)
+                grow(std::max(2 * limit_, 4u)); // two at once may be slower than one (MLX)
+            else if (++held_ >= patience)
+                grow(limit_ + std::max(1u, limit_ / 4));
+            return;
+        }
+        const double gain = rate / best_rate_;
+        const double step = std::log(double(limit_) / best_);
+        if (gain <= worthwhile) {
+            climbing_ = false;
+            limit_ = best_;
+            return settle(0);
+        }
+        climbing_ = climbing_ && std::log(gain) >= elastic * step;
+        best_ = limit_;
+        best_rate_ = rate;
+        held_ = 0;
+        if (climbing_) grow(2 * limit_);
+    }
+
+    void grow(unsigned to) {
+        held_ = 0;
+        to = std::min(to, ceiling_);
+        if (to <= limit_) {
+            climbing_ = false;
+            return;
+        }
+        settle(to - limit_);
+        limit_ = to;
+    }
+
+    void reduce(unsigned to) {
+        if (!recovering_) before_ = limit_;
+        limit_ = std::max(to, 1u);
+        recovering_ = limit_ < target();
+        climbing_ = raised_ = false;
+        good_ = quiet_ = 0;
+        best_ = 0;
+        if (!recovering_) settle(0);
+    }
+
+    void raise(unsigned to) {
+        limit_ = to;
+        raised_ = true;
+        best_ = 0;
+    }
+
+    void recover() {
+        recovering_ = false;
+        settle(0);
+    }
+
+    unsigned target() const { return std::min(ceiling_, before_); }
+
+    unsigned start_, most_, limit_;
+    unsigned ceiling_;    // what the server was seen to take
+    unsigned before_ = 0; // the limit before it was reduced
+    Phase phase_ = Phase::measuring;
+    unsigned awaited_ = 0; // first tokens until the new limit is in force
+    Point since_{};        // of the window
+    double count_ = 0;     // tokens in it
+    unsigned best_ = 0;    // the best limit so far, and its rate
+    double best_rate_ = 0;
+    unsigned held_ = 0;             // windows since the last look further up
+    unsigned good_ = 0, quiet_ = 0; // answers of the round; rounds without a refusal
+    bool climbing_ = true, recovering_ = false;
+    bool raised_ = false; // by one, since it was reduced
+};
+
+} // namespace evalrt
+
+#endif

@@ -192,6 +192,11 @@ struct HttpBackend::Impl {
         if (key.size() < 8) return; // a word such as "none"
         for (auto at = text.find(key); at != text.npos; at = text.find(key, at))
             text.replace(at, key.size(), "[key]");
+        if (!text.ends_with("...")) return;
+        for (auto n = key.size() - 1; n >= 4; --n) // cut in its middle
+            if (const auto at = text.size() - 3 - std::min(n, text.size() - 3);
+                text.compare(at, n, key, 0, n) == 0)
+                return void(text.replace(at, n, "[key]"));
     }
 
     void say(const std::string& note) {
@@ -293,7 +298,10 @@ private:
             fail(Errc::timed_out,
                  fmt::format("no {} within {} s", late_->what, double(late_->span.count()) / 1000));
         }
-        if (response_.outcome) impl_->hide_key(response_.detail);
+        if (response_.outcome)
+            for (auto* text : {&response_.detail, &response_.body, &response_.text,
+                               &response_.finish_reason, &response_.request_id})
+                impl_->hide_key(*text);
         for (const auto& note : impl_->watch.answered(prepared_, response_)) impl_->say(note);
         response_.attempts = 1;
         response_.timing.total = now - started_;

@@ -209,9 +209,8 @@ Request request_of(const evalrt_request& given) {
     Request request;
     if (given.prompt) request.endpoint = "/v1/completions";
     if (given.endpoint) request.endpoint = given.endpoint;
-    if (request.endpoint != "/v1/chat/completions" && request.endpoint != "/v1/completions")
-        refuse("the endpoint is \"{}\"; known are /v1/chat/completions and /v1/completions",
-               request.endpoint);
+    if (const auto error = detail::check_endpoint(request.endpoint))
+        refuse("the endpoint is {}", *error);
     if (given.turn > INT_MAX) refuse("the turn is {}", given.turn);
     request.body = given.prompt          ? prompt_body(given)
                    : given.messages_json ? chat_body(given)

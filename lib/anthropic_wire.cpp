@@ -76,6 +76,7 @@ public:
         if (!message_.empty() && parser_.parse(json, message)) {
             read_usage(message, input_is_total_, response.usage);
             response.request_id = string_of(message["id"]);
+            response.model = string_of(message["model"]);
         }
         if (error_) return fail(response, *error_);
         if (broken_) return fail(response, Errc::malformed, fmt::format("the stream {}", *broken_));
@@ -97,6 +98,7 @@ public:
         read_usage(answer, input_is_total_, response.usage);
         if (const auto error = error_of(answer)) return fail(response, *error);
         response.request_id = string_of(answer["id"]);
+        response.model = string_of(answer["model"]);
         dom::array content;
         if (answer["content"].get(content))
             return fail(response, Errc::malformed,
@@ -236,6 +238,121 @@ private:
 };
 
 } // namespace
+
+namespace {
+
+// A block whose end may be marked.
+struct Place {
+    PrefixEnd end;
+    std::string_view text; // a JSON object, or a string that is the whole content
+    bool preamble;         // of the tools or the system prompt
+};
+
+// In the order in which the API renders them, which is that of read_prompt().
+class Places {
+public:
+    explicit Places(std::string_view body) {
+        const auto parts = members(body);
+        if (const auto tools = member(parts, "tools"); tools && *tools != "null") {
+            for (const auto tool : elements(*tools)) add(*tools, tool, true);
+            close(*tools);
+        }
+        if (const auto system = member(parts, "system"); system && *system != "null") {
+            content(*system, *system, true);
+            close(*system);
+        }
+        for (const auto message : elements(member(parts, "messages").value_or("[]"))) {
+            const auto it = members(message);
+            const auto role = from_json_string(member(it, "role").value_or("\"\""));
+            if (role == "tool") { // becomes one block
+                add(message, message, false);
+            } else {
+                content(message, member(it, "content").value_or("null"),
+                        role == "system" || role == "developer");
+                for (const auto call : elements(member(it, "tool_calls").value_or("[]")))
+                    add(message, call, false);
+            }
+            close(message);
+        }
+    }
+
+    std::vector<Place> list;
+
+private:
+    void content(std::string_view segment, std::string_view value, bool preamble) {
+        if (value.starts_with('"') && value != "\"\"") add(segment, value, preamble);
+        for (const auto block : elements(value)) {
+            const auto it = members(block);
+            const auto type = from_json_string(member(it, "type").value_or("\"\""));
+            if (type == "thinking" || type == "redacted_thinking" || it.empty() ||
+                member(it, "text") == "\"\"")
+                continue; // the API takes no mark there
+            add(segment, block, preamble);
+        }
+    }
+
+    void add(std::string_view segment, std::string_view text, bool preamble) {
+        const auto end = std::size_t(text.data() + text.size() - segment.data());
+        if (end <= done_) return; // the members stand in no usual order
+        advance(segment, end);
+        list.push_back({{before_ + end, hash_}, text, preamble});
+    }
+
+    void close(std::string_view segment) {
+        advance(segment, segment.size());
+        before_ += segment.size();
+        done_ = 0;
+    }
+
+    void advance(std::string_view segment, std::size_t to) {
+        const auto part = std::hash<std::string_view>()(segment.substr(done_, to - done_));
+        hash_ = (hash_ ^ part) * 0x9e3779b97f4a7c15u;
+        hash_ ^= hash_ >> 32;
+        done_ = to;
+    }
+
+    std::size_t before_ = 0; // bytes of the segments before
+    std::size_t done_ = 0;   // of this one that are in the hash
+    std::uint64_t hash_ = 1;
+};
+
+} // namespace
+
+std::vector<PrefixEnd> prefix_ends(std::string_view body) {
+    std::vector<PrefixEnd> ends;
+    if (check_object(body)) return ends;
+    for (const auto& it : Places(body).list) ends.push_back(it.end);
+    return ends;
+}
+
+std::string with_cache_marks(std::string_view body, std::size_t shared_bytes, std::size_t least) {
+    // In a string its quotes would be escaped.
+    if (shared_bytes < least || body.find("\"cache_control\"") != body.npos)
+        return std::string(body);
+    const Places places(body);
+    const Place *last = nullptr, *preamble = nullptr;
+    for (const auto& it : places.list) {
+        if (it.end.bytes < least || it.end.bytes > shared_bytes) continue;
+        last = &it;
+        if (it.preamble) preamble = &it;
+    }
+    std::string out;
+    const char* done = body.data();
+    for (const Place* it : {preamble, last}) {
+        if (!it || (it == last && last == preamble && done != body.data())) continue;
+        const auto text = it->text;
+        constexpr std::string_view mark = R"("cache_control": {"type": "ephemeral"}})";
+        if (text.starts_with('"')) {
+            out.append(done, text.data());
+            out.append(R"([{"type": "text", "text": )").append(text).append(", ");
+            out.append(mark).append("]");
+        } else {
+            out.append(done, text.data() + text.size() - 1).append(", ").append(mark);
+        }
+        done = text.data() + text.size();
+    }
+    return out.append(done, body.data() + body.size());
+}
 
 std::unique_ptr<AnswerReader> make_anthropic_reader(bool input_is_total) {
     return std::make_unique<AnthropicReader>(input_is_total);

@@ -39,6 +39,8 @@ const std::array rows{
     // Its fork 0.4.5.dev1 takes the folder from the environment only.
     BackendRow{
         .name = "omlx",
+        .messages_endpoint = true,
+        .cache_marks = true, // it then reports what it had cached
         .command = {"omlx", "serve", "--model-dir", "{model_dir}", "--base-path", "{folder}",
                     "--host", "127.0.0.1", "--port", "{port}"},
         .env = {{"OMLX_BASE_PATH", "{folder}"}},
@@ -87,6 +89,17 @@ const std::array rows{
         .most_in_flight = 64,
         .remark = "any OpenAI-compatible address; what is behind it is looked up (see below)",
     },
+    // Anthropic's API and servers compatible with it. An entry of its cache can be read when its
+    // first answer begins to stream. What is too short for its cache depends on the model: 512 to
+    // 4,096 tokens, by its documentation of 2026.
+    BackendRow{
+        .name = "anthropic-url",
+        .wire = Wire::anthropic,
+        .cache_marks = true,
+        .release = Release::first_text,
+        .shared_tokens = 1024,
+        .remark = "Anthropic's API, or a server compatible with it",
+    },
 };
 
 // Recognised behind a URL.
@@ -95,6 +108,7 @@ const std::array profiles{
     // is being filled. 64: on two cores without a GPU it was still the fastest width tried.
     BackendRow{
         .name = "vllm",
+        .messages_endpoint = true,
         .cached_hint = "vLLM reports cached tokens if it is started with "
                        "--enable-prompt-tokens-details",
         .backlog = 2048,
@@ -117,6 +131,7 @@ const std::array profiles{
     // A prefix belongs to a slot: each slot fills it once, whoever waits for whom.
     BackendRow{
         .name = "llama-server",
+        .messages_endpoint = true,
         .default_temperature = 0.8,
         .in_flight = 4,
         .release = Release::at_once,
@@ -124,6 +139,7 @@ const std::array profiles{
     },
     BackendRow{
         .name = "lm-studio",
+        .messages_endpoint = true,
         .cached_hint = "LM Studio does not report cached tokens",
         .in_flight = 4,
         .release = Release::first_text,
@@ -131,6 +147,7 @@ const std::array profiles{
     },
     BackendRow{
         .name = "ollama",
+        .messages_endpoint = true,
         .ignored = {"n", "tool_choice", "logit_bias"},
         .cuts_prompt = true,
         .cached_hint = "Ollama does not report cached tokens",

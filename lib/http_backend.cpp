@@ -166,12 +166,16 @@ struct HttpBackend::Impl {
                                "Connection: {}\r\n",
                                v6 ? "[" : "", url.host, v6 ? "]" : "", url.port,
                                row.keep_alive ? "keep-alive" : "close");
-        if (!options.api_key.empty()) out += "Authorization: Bearer " + options.api_key + "\r\n";
+        const bool anthropic = row.wire == Wire::anthropic;
+        if (anthropic) out += "anthropic-version: 2023-06-01\r\n";
+        if (!options.api_key.empty())
+            out +=
+                (anthropic ? "x-api-key: " : "Authorization: Bearer ") + options.api_key + "\r\n";
         return out;
     }
 
-    std::string head(const Request& request, std::size_t body_size) const {
-        std::string_view base = url.base, endpoint = request.endpoint;
+    std::string head(std::string_view endpoint, std::size_t body_size) const {
+        std::string_view base = url.base;
         if (base.ends_with("/v1"))
             base.remove_suffix(3); // the endpoint has it, or is beside it, as /health
         else if (!base.empty() && endpoint.starts_with("/v1/"))
@@ -318,9 +322,13 @@ private:
     asio::awaitable<void> run() {
         if (stopped()) co_return;
         auto& prepared = prepared_;
-        if (!request_.body.empty())
-            prepared = detail::prepare_openai(request_, impl_->row, impl_->options.model,
-                                              impl_->options.override_model);
+        route_.endpoint = request_.endpoint;
+        if (!request_.body.empty()) {
+            const auto& options = impl_->options;
+            route_ = detail::route(request_.endpoint, impl_->row);
+            prepared = detail::prepare(request_, impl_->row, route_, options.model,
+                                       options.override_model, options.max_tokens);
+        }
         for (const auto& note : prepared.notes) impl_->say(note);
         if (!request_.body.empty())
             for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
@@ -332,7 +340,7 @@ private:
             fail(Errc::rejected, "the endpoint is no path");
             co_return;
         }
-        const auto head = impl_->head(request_, prepared.body.view().size());
+        const auto head = impl_->head(route_.endpoint, prepared.body.view().size());
         for (bool first = true, again = true; std::exchange(again, false); first = false) {
             const bool kept = first && take_idle();
             if (!kept && !co_await connect()) co_return;
@@ -590,7 +598,7 @@ private:
 
     template <class Stream>
     asio::awaitable<void> read_stream(Stream& stream, Parser& parser) {
-        auto reader = make_reader();
+        auto reader = detail::make_reader(route_, impl_->row);
         detail::SseParser events(impl_->options.event_limit);
         bool last = false;
         std::string too_large;
@@ -663,12 +671,8 @@ private:
         } else if (request_.body.empty()) {
             response_.body = std::move(body);
         } else {
-            make_reader()->whole(std::move(body), response_);
+            detail::make_reader(route_, impl_->row)->whole(std::move(body), response_);
         }
-    }
-
-    std::unique_ptr<detail::AnswerReader> make_reader() const {
-        return detail::make_openai_reader(request_.endpoint.ends_with("/chat/completions"));
     }
 
     bool reusable(const Parser& parser) const {
@@ -710,6 +714,7 @@ private:
     TextSink on_text_;
     Backend::Handler handler_;
     Response response_;
+    detail::Route route_;
     const Clock::time_point started_ = Clock::now();
     Clock::time_point sent_ = started_;
     detail::ExchangeClock clock_;

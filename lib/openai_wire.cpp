@@ -523,7 +523,8 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
     const bool logprobs = has("logprobs") && member(list, "logprobs") != "false";
     prepared.stream = wants == "true" || (row.streams && !has("stream") && !logprobs);
     if (prepared.stream && wants != "true") changes.push_back({"stream", "true"});
-    if (prepared.stream && row.stream_usage && !has("stream_options"))
+    const bool messages = request.endpoint.ends_with("/messages"); // always has the usage
+    if (prepared.stream && row.stream_usage && !messages && !has("stream_options"))
         changes.push_back({"stream_options", R"({"include_usage": true})"});
 
     const auto change = std::find_if(changes.begin(), changes.end(),

@@ -49,6 +49,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         bool delivered = false; // text of the running attempt has reached the caller
         bool cancelled = false;
         bool late = false;
+        std::string domain; // of its prompt, and its blocks' ends, where the row wants marks
+        std::vector<detail::PrefixEnd> ends;
     };
 
     Impl(Backend& inner_, PrefixPlanner& planner, BackendRow row_, SchedulerOptions scheduling)
@@ -80,7 +82,13 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         });
         const auto deadline = item.request.deadline.count() > 0 ? now + item.request.deadline
                                                                 : Clock::time_point::max();
-        core.submit(id, detail::read_prompt(item.request, row), deadline);
+        auto prompt = detail::read_prompt(item.request, row);
+        if (row.cache_marks) {
+            item.domain = prompt.domain;
+            item.ends = detail::prefix_ends(item.request.body);
+            shared.add(item.domain, item.ends);
+        }
+        core.submit(id, std::move(prompt), deadline);
         pump_soon();
     }
 
@@ -151,6 +159,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             self->returned(id, std::move(response));
         };
         Request request = item.request;
+        request.shared_bytes = shared.bytes(item.domain, item.ends);
         inner.async_complete(
             std::move(request), std::move(on_text),
             asio::bind_executor(executor, asio::bind_cancellation_slot(item.cancel.slot(), done)));
@@ -296,6 +305,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     BackendRow row;
     SchedulerOptions options;
     detail::SchedulerCore core;
+    detail::SharedPrefixes shared;
     asio::steady_timer timer, hold_timer;
     std::vector<std::pair<RequestId, Response>> held; // broken, until it is known why
     Clock::time_point armed = Clock::time_point::max();

@@ -103,6 +103,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             throw std::invalid_argument(fmt::format("unknown backend '{}'; known are {}",
                                                     options.backend, backend_names()));
         }
+        if (options.wire) row.wire = *options.wire;
         starts = options.url.empty();
         if (starts && row.command.empty())
             throw std::invalid_argument(
@@ -178,6 +179,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         it.override_model = options.override_model || !row.served_model.empty();
         if (starts) it.max_context = options.max_context;
         it.idle_connections = std::max({it.idle_connections, row.in_flight, row.most_in_flight});
+        it.max_tokens = options.max_tokens;
         it.limits = options.limits;
         return it;
     }
@@ -197,10 +199,14 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         tick.cancel();
     }
 
-    static Request one_token() {
+    // Anthropic's newer models refuse a temperature.
+    Request one_token() const {
+        const bool messages = row.wire == Wire::anthropic;
         Request request;
-        request.body = R"({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, )"
-                       R"("temperature": 0})";
+        if (messages) request.endpoint = "/v1/messages";
+        request.body = fmt::format(
+            R"({{"messages": [{{"role": "user", "content": "Hi"}}], "max_tokens": 1{}}})",
+            messages ? "" : R"(, "temperature": 0)");
         return request;
     }
 
@@ -461,7 +467,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             switch (dog.next(stats.in_flight > 0, Clock::now())) {
             case detail::Watchdog::Step::wait: break;
             case detail::Watchdog::Step::ask: {
-                Request request = one_token();
+                Request request = self->one_token();
                 auto [ec, response] = co_await canary.async_complete(
                     std::move(request), {},
                     asio::bind_cancellation_slot(self->cancel_canary.slot(), plain));

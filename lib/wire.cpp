@@ -1,11 +1,13 @@
 // What the wires share: error objects, and what a planner needs to know of a body.
 #include "dom.hpp"
+#include "translate.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <chrono>
 #include <cmath>
 
 namespace evalrt::detail {
@@ -184,6 +186,103 @@ std::optional<std::string> check_object(std::string_view text) {
         return fmt::format("not JSON ({})", simdjson::error_message(error));
     if (!element.is_object()) return "not a JSON object";
     return {};
+}
+
+Route route(std::string_view endpoint, const BackendRow& row) {
+    const bool chat = endpoint.ends_with("/chat/completions");
+    const bool messages = endpoint.ends_with("/messages");
+    Route it{std::string(endpoint), row.wire, false, {}};
+    if (messages && row.messages_endpoint) {
+        it.wire = Wire::anthropic;
+    } else if (messages && row.wire == Wire::openai) {
+        it.endpoint = "/v1/chat/completions";
+        it.translated = true;
+    } else if (chat && row.wire == Wire::anthropic) {
+        it.endpoint = "/v1/messages";
+        it.translated = true;
+    } else if (!messages && row.wire == Wire::anthropic) {
+        it.error = fmt::format("{} does not exist on the anthropic wire: ask /v1/messages or "
+                               "/v1/chat/completions",
+                               shortened(endpoint, 80));
+    }
+    return it;
+}
+
+Prepared prepare(const Request& request, const BackendRow& row, const Route& route,
+                 std::string_view model, bool override_model, unsigned max_tokens) {
+    Prepared prepared;
+    prepared.error = route.error;
+    if (!prepared.error.empty()) return prepared;
+    const bool marks = route.wire == Wire::anthropic && row.cache_marks && request.shared_bytes > 0;
+    if (!marks && !route.translated) return prepare_openai(request, row, model, override_model);
+    if (auto error = check_object(request.body)) prepared.error = "the request's body is " + *error;
+    if (!prepared.error.empty()) return prepared;
+    Request out = request;
+    if (marks)
+        out.body = with_cache_marks(request.body, request.shared_bytes,
+                                    row.shared_tokens * std::size_t(4));
+    Translated translated;
+    if (route.translated) {
+        translated = route.wire == Wire::anthropic ? chat_to_messages(out.body, max_tokens)
+                                                   : messages_to_chat(out.body);
+        if (!translated.error.empty()) {
+            prepared.error = fmt::format("{} (translated for {}): {}", request.endpoint,
+                                         route.endpoint, translated.error);
+            return prepared;
+        }
+        out.endpoint = route.endpoint;
+        out.body = Text(std::move(translated.body));
+    }
+    prepared = prepare_openai(out, row, model, override_model);
+    prepared.notes.insert(prepared.notes.begin(), translated.notes.begin(), translated.notes.end());
+    return prepared;
+}
+
+namespace {
+
+// What it has read, in the words of the other wire.
+class TranslatingReader final : public AnswerReader {
+public:
+    TranslatingReader(std::unique_ptr<AnswerReader> inner, Wire wire)
+        : inner_(std::move(inner)), wire_(wire) {}
+
+    Piece event(const SseEvent& event) override { return inner_->event(event); }
+    void finish(Response& response) override {
+        inner_->finish(response);
+        translate(response);
+    }
+    void whole(std::string body, Response& response) override {
+        inner_->whole(std::move(body), response);
+        translate(response);
+    }
+
+private:
+    void translate(Response& response) const {
+        if (response.outcome) return;
+        if (wire_ == Wire::openai) return answer_to_messages(response);
+        const auto now = std::chrono::system_clock::now().time_since_epoch();
+        answer_to_chat(response, std::chrono::duration_cast<std::chrono::seconds>(now).count());
+    }
+
+    std::unique_ptr<AnswerReader> inner_;
+    const Wire wire_;
+};
+
+} // namespace
+
+std::unique_ptr<AnswerReader> make_reader(const Route& route, const BackendRow& row) {
+    auto reader = route.wire == Wire::anthropic
+                      ? make_anthropic_reader(row.input_is_total)
+                      : make_openai_reader(route.endpoint.ends_with("/chat/completions"));
+    if (!route.translated) return reader;
+    return std::make_unique<TranslatingReader>(std::move(reader), route.wire);
+}
+
+std::optional<std::string> check_endpoint(std::string_view endpoint) {
+    if (std::find(request_endpoints.begin(), request_endpoints.end(), endpoint) !=
+        request_endpoints.end())
+        return {};
+    return fmt::format("\"{}\"; known are {}", endpoint, fmt::join(request_endpoints, ", "));
 }
 
 Prompt read_prompt(const Request& request, const BackendRow& row) {

@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace evalrt::detail {
@@ -67,6 +68,63 @@ struct Prepared {
 };
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model);
+
+/// Where a request goes, and in whose words.
+struct Route {
+    std::string endpoint;
+    Wire wire = Wire::openai;
+    bool translated = false; ///< the request's words are the other ones
+    std::string error;       ///< not empty: it cannot go to this server, and why
+};
+Route route(std::string_view endpoint, const BackendRow& row);
+
+/// The same for either wire: marks, translates, fixes. `max_tokens`: see HttpOptions.
+Prepared prepare(const Request& request, const BackendRow& row, const Route& route,
+                 std::string_view model, bool override_model, unsigned max_tokens);
+
+/// Reads the answer in the words in which it comes, and puts it into those of the request.
+std::unique_ptr<AnswerReader> make_reader(const Route& route, const BackendRow& row);
+
+/// Where a mark for Anthropic's cache may stand: the end of a block (a tool, a part of the system
+/// prompt or of a message).
+struct PrefixEnd {
+    std::size_t bytes;  ///< of the prompt as read_prompt() has it
+    std::uint64_t hash; ///< of all of these
+};
+std::vector<PrefixEnd> prefix_ends(std::string_view body);
+
+/// What the requests of one server have in common, to the end of a block.
+class SharedPrefixes {
+public:
+    void add(std::string_view domain, const std::vector<PrefixEnd>& ends) {
+        if (counts_.size() > 1'000'000) counts_.clear(); // begins anew, and stays small
+        for (const auto& it : ends) ++counts_[key(domain, it)];
+    }
+
+    /// Bytes of the longest prefix that was added more than once.
+    std::size_t bytes(std::string_view domain, const std::vector<PrefixEnd>& ends) const {
+        for (auto it = ends.rbegin(); it != ends.rend(); ++it)
+            if (const auto found = counts_.find(key(domain, *it));
+                found != counts_.end() && found->second > 1)
+                return it->bytes;
+        return 0;
+    }
+
+private:
+    static std::uint64_t key(std::string_view domain, const PrefixEnd& end) {
+        return end.hash + std::hash<std::string_view>()(domain);
+    }
+    std::unordered_map<std::uint64_t, unsigned> counts_;
+};
+
+/// The body with marks of Anthropic's kind (cache_control) where the prefix that others share ends,
+/// and at the end of its tools and system prompt, each at the end of the last whole block. As it
+/// is, if it has marks of its own or what is shared is below `least` bytes. The body may be of chat
+/// completions: the translation carries the marks on.
+std::string with_cache_marks(std::string_view body, std::size_t shared_bytes, std::size_t least);
+
+/// Nothing: known. Otherwise what is wrong with it.
+std::optional<std::string> check_endpoint(std::string_view endpoint);
 
 /// An error if this is no valid JSON object.
 std::optional<std::string> check_object(std::string_view text);

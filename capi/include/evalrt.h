@@ -73,7 +73,7 @@ typedef struct evalrt_config {
     const char* EVALRT_NULLABLE url;        /* use this running server, start none; ends in /v1 */
     const char* EVALRT_NULLABLE executable; /* program to start; default: the backend's, on PATH */
     const char* EVALRT_NULLABLE const* EVALRT_NULLABLE server_args; /* NULL ends them */
-    const char* EVALRT_NULLABLE api_key; /* sent as a bearer token, never logged */
+    const char* EVALRT_NULLABLE api_key; /* never logged */
     const char* EVALRT_NULLABLE ca_file; /* PEM; default: the system's certificates */
     const char* EVALRT_NULLABLE order; /* default: "planned", shared prefixes together; or "fifo" */
     uint32_t port;                     /* of the server to start; default: any free one */
@@ -90,7 +90,8 @@ typedef struct evalrt_request {
     const char* EVALRT_NULLABLE prompt;        /* a completion of this text, */
     const char* EVALRT_NULLABLE messages_json; /* or a chat: a JSON array, */
     const char* EVALRT_NULLABLE body_json;     /* or a whole body: a JSON object */
-    const char* EVALRT_NULLABLE endpoint;      /* of a body; default: "/v1/chat/completions" */
+    const char* EVALRT_NULLABLE endpoint;      /* of a body; default: "/v1/chat/completions";
+                                                  or "/v1/completions", "/v1/messages" */
     /* For a prompt or messages; a body has its own. */
     const char* EVALRT_NULLABLE extra_json; /* object: more members (tools, stop), which win */
     double temperature;                     /* default: 0, the likeliest token */

@@ -48,6 +48,7 @@ std::string care(const BackendRow& row) {
     add(row.drop_nulls, "no nulls");
     add(row.max_tokens_only, "max_tokens");
     add(row.text_only, "text only");
+    add(row.cache_marks, "cache marks");
     add(!row.processors_mix, "no mix of penalties");
     add(row.default_temperature.has_value(),
         fmt::format("T={:g} by itself", row.default_temperature.value_or(0)));
@@ -81,6 +82,9 @@ void table(std::span<const BackendRow> rows) {
 json::object as_json(const BackendRow& row) {
     json::object out{{"name", row.name},
                      {"wire", row.wire == Wire::openai ? "openai" : "anthropic"},
+                     {"messages_endpoint", row.messages_endpoint || row.wire == Wire::anthropic},
+                     {"input_is_total", row.input_is_total},
+                     {"cache_marks", row.cache_marks},
                      {"command", json::array(row.command.begin(), row.command.end())},
                      {"in_flight", row.in_flight},
                      {"most_in_flight", std::max(row.in_flight, row.most_in_flight)},

@@ -57,10 +57,6 @@ std::string load(const std::string& path, Text& text) {
     return error;
 }
 
-bool known_endpoint(std::string_view url) {
-    return url == "/v1/chat/completions" || url == "/v1/completions" || url == "/v1/messages";
-}
-
 // The text of a member; the owner of the line keeps it alive.
 Text shared(const Text& owner, std::string_view view) {
     return Text(std::make_shared<Text>(owner), view);
@@ -96,10 +92,8 @@ Item parse(const Text& input, std::string_view line, std::size_t number) {
     if (const auto method = member(list, "method"); method && *method != "\"POST\"")
         item.problem = fmt::format("\"method\" is {}, only POST is known", *method);
     if (const auto url = member(list, "url")) item.request.endpoint = from_json_string(*url);
-    if (!known_endpoint(item.request.endpoint))
-        item.problem = fmt::format("\"url\" is \"{}\"; known are /v1/chat/completions, "
-                                   "/v1/completions and /v1/messages",
-                                   item.request.endpoint);
+    if (const auto error = detail::check_endpoint(item.request.endpoint))
+        item.problem = "\"url\" is " + *error;
     if (const auto ours = member(list, "evalrt")) {
         const auto hints = members(*ours);
         if (const auto session = member(hints, "session"))

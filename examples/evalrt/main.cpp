@@ -21,6 +21,7 @@ struct Options {
     std::string order = "planned";
     std::string journal_mode = "resume";
     std::vector<std::string> final_failures{"context_too_long", "poison"};
+    std::string wire;
     std::string key_file;
     double timeout = 0;
     unsigned retries = 2;
@@ -35,6 +36,8 @@ void add_common(CLI::App& command, Options& options) {
     command.add_option("--backend", runtime.backend, "Model server: " + backend_names())
         ->capture_default_str()
         ->each([&](const std::string&) { options.backend_given = true; });
+    command.add_option("--wire", options.wire, "What the server speaks (default: the backend's)")
+        ->check(CLI::IsMember({"openai", "anthropic"}));
     command.add_option("--url", runtime.url,
                        "Use the server that runs at this address (ends in /v1); start none");
     command.add_option("--model", runtime.model,
@@ -82,7 +85,8 @@ void add_common(CLI::App& command, Options& options) {
         ->capture_default_str();
     command.add_option("--ca-file", runtime.ca_file, "PEM file with the certificates to trust");
     command.add_option("--api-key-file", options.key_file,
-                       "File with the key (default: the variable OPENAI_API_KEY)");
+                       "File with the key (default: the variable OPENAI_API_KEY, or "
+                       "ANTHROPIC_API_KEY on the anthropic wire)");
     command.add_option("--parity", options.common.parity,
                        "Ask this many answered requests again, one at a time, and compare");
     command.add_option("--seed", options.common.seed,
@@ -120,11 +124,18 @@ std::string settle(Options& options) {
         journal.settings.emplace_back("max_tokens", std::to_string(*options.max_tokens));
     if (options.temperature)
         journal.settings.emplace_back("temperature", fmt::format("{}", *options.temperature));
+    if (!options.wire.empty()) {
+        runtime.wire = options.wire == "anthropic" ? Wire::anthropic : Wire::openai;
+        journal.settings.emplace_back("wire", options.wire);
+    }
+    const auto* row = find_backend_row(runtime.backend);
+    const auto wire = runtime.wire.value_or(row ? row->wire : Wire::openai);
+    const auto* variable = wire == Wire::anthropic ? "ANTHROPIC_API_KEY" : "OPENAI_API_KEY";
     if (!options.key_file.empty()) {
         std::ifstream file(options.key_file);
         if (!std::getline(file, runtime.api_key))
             return fmt::format("cannot read a key from {}", options.key_file);
-    } else if (const char* key = std::getenv("OPENAI_API_KEY"); key && !runtime.url.empty()) {
+    } else if (const char* key = std::getenv(variable); key && !runtime.url.empty()) {
         runtime.api_key = key;
     }
     return {};

@@ -24,6 +24,9 @@ enum class Release {
 struct BackendRow {
     std::string name; ///< as in --backend, or what a URL is recognised as
     Wire wire = Wire::openai;
+    bool messages_endpoint = false; ///< on the openai wire: it has /v1/messages as well
+    bool input_is_total = false;    ///< its Anthropic input_tokens count the cached ones, too
+    bool cache_marks = false;       ///< its cache keeps only what cache_control marks (Anthropic)
 
     /// Starts it: argv in which {model}, {port}, {context}, {model_dir} and {model_id} (the folder
     /// that the model's folder is in, and its name) and {folder} (a private one, made for the
@@ -84,7 +87,7 @@ const BackendRow* find_backend_row(std::string_view name);
 std::span<const BackendRow> profile_rows();
 const BackendRow* find_profile_row(std::string_view name); ///< a row above, too
 
-/// "tinygpt, omlx, mlx-server, openai-url", for messages.
+/// "tinygpt, omlx, mlx-server, openai-url, anthropic-url", for messages.
 std::string backend_names();
 
 } // namespace evalrt

@@ -15,11 +15,12 @@ using TimeLimits = detail::TimeLimits;
 
 struct HttpOptions {
     std::string url;             ///< "http://127.0.0.1:8080/v1", or with https
-    std::string api_key;         ///< sent as the wire wants it, never logged
+    std::string api_key;         ///< as the row's wire wants it, never logged
     std::string ca_file;         ///< PEM; empty: the system's certificates
     std::string model;           ///< for a body's "model"
     bool override_model = false; ///< also where the body has one
     unsigned max_context = 0;    ///< tokens that the server was told to take; 0: not known
+    unsigned max_tokens = 4096;  ///< for a chat body without, where Anthropic's API wants a number
     TimeLimits limits;
     std::size_t header_limit = 64 << 10;       ///< bytes, all headers of an answer
     std::size_t event_limit = 8 << 20;         ///< bytes, one event of a stream

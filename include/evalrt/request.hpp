@@ -4,6 +4,7 @@
 
 #include "evalrt/error.hpp"
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -39,16 +40,23 @@ private:
     std::string_view view_;
 };
 
+/// What a model server can be asked.
+inline constexpr std::array<std::string_view, 3> request_endpoints{
+    "/v1/chat/completions", "/v1/completions", "/v1/messages"};
+
 /// One question to a model server. The body goes out as these bytes, but for what the backend's
-/// row has to fix; fields that evalrt does not know survive.
+/// row has to fix; fields that evalrt does not know survive. Where the server speaks only the other
+/// of chat completions and messages, the body and the answer are translated: a field that cannot
+/// be said there fails the request as rejected, with its name.
 struct Request {
-    std::string endpoint = "/v1/chat/completions"; ///< or /v1/completions, /v1/messages
+    std::string endpoint = "/v1/chat/completions"; ///< one of request_endpoints
     Text body;                                     ///< one JSON object
     std::string session;                           ///< turns of one conversation share it
     int turn = 0;
     std::string name; ///< what the caller calls it: for a journal, never sent
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece
+    std::size_t shared_bytes = 0; ///< of its prompt that others have, too; set by the scheduler
 };
 
 /// Token counts as the server reported them. Nothing reported is nothing, never zero.
@@ -77,7 +85,7 @@ struct Timing {
 /// What became of a request; also filled in as far as known when it failed.
 struct Response {
     std::optional<Errc> outcome; ///< nothing: answered
-    int status = 0;              ///< HTTP status; 0: none arrived
+    int status = 0;              ///< HTTP status, or of an error inside a stream; 0: none arrived
     std::string body;            ///< one whole JSON answer; a stream is put together
     std::string text;            ///< the first choice's text
     std::string finish_reason;   ///< the first choice's

@@ -15,6 +15,7 @@ enum class Order { planned, fifo };
 struct RuntimeOptions {
     std::string backend = "tinygpt";      ///< a row's name
     std::optional<BackendRow> row;        ///< instead: a row of your own
+    std::optional<Wire> wire;             ///< what it speaks, if not what the row says
     std::string url;                      ///< use this running server, start none
     std::string model;                    ///< path or name, as the backend names models
     bool override_model = false;          ///< a body's own "model" gives way to it
@@ -35,6 +36,7 @@ struct RuntimeOptions {
     /// Asked once the journal is open and before a server is: whether it answers all that will
     /// come. Then no server is started, and none is asked.
     std::function<bool(const Journal&)> enough;
+    unsigned max_tokens = 4096; ///< for a chat body without, where Anthropic's API wants a number
     std::string api_key;
     std::string ca_file;
     LogSink log;        ///< what the user should read, a line at a time
@@ -83,7 +85,7 @@ public:
     Journal* journal();                        ///< null: none
     RequestScheduler& backend();               ///< once open; past the journal
     const BackendRow& row() const;             ///< once open: completed
-    const std::string& url() const;            ///< for any OpenAI client
+    const std::string& url() const;            ///< for any client of its wire
     const std::string& server_version() const; ///< as it tells when it is recognised; or empty
     const std::string& model() const; ///< for a request's "model"; may be empty: the body's own
     bool running() const;             ///< false while a server of ours has ended

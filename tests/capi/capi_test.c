@@ -216,6 +216,17 @@ static void bodies(void) {
     CHECK_OK(evalrt_submit(old.runtime, &request, on_event, &old, &old.id));
     wait_for(&old);
     CHECK(strstr(asked(), "\"path\": \"/v1/completions\", \"body\": {\"prompt\": \"p\""));
+
+    Call message = {.runtime = call.runtime};
+    request = (evalrt_request){
+        .struct_size = sizeof request,
+        .body_json =
+            "{\"max_tokens\": 5, \"messages\": [{\"role\": \"user\", \"content\": \"m\"}]}",
+        .endpoint = "/v1/messages"};
+    CHECK_OK(evalrt_submit(message.runtime, &request, on_event, &message, &message.id));
+    wait_for(&message);
+    CHECK(message.code == EVALRT_OK);
+    CHECK(strstr(message.response, "\"type\": \"message\""));
     evalrt_release(call.runtime);
 }
 

@@ -372,6 +372,113 @@ TEST_CASE("a stream that is not the protocol is malformed") {
     }
 }
 
+// Marks for the cache
+
+TEST_CASE("the end of what others share is marked, and the end of the system prompt") {
+    const std::string mark = R"(, "cache_control": {"type": "ephemeral"})";
+    const std::string tools = R"([{"name": "f"}, {"name": "g"}])";
+    const std::string system = R"("You are terse.")";
+    const std::string first =
+        R"({"role": "user", "content": [{"type": "text", "text": "document"}, )"
+        R"({"type": "text", "text": "question"}]})";
+    const std::string second = R"({"content": "answer", "role": "assistant"})";
+    const auto body = fmt::format(R"({{"tools": {}, "system": {}, "messages": [{}, {}]}})", tools,
+                                  system, first, second);
+    const auto marked = [&](std::size_t shared, std::size_t least = 0) {
+        return with_cache_marks(body, shared, least);
+    };
+    const auto expected = [](std::string text, std::string_view what, std::string_view with) {
+        const auto at = text.find(what);
+        REQUIRE(at != text.npos);
+        return text.replace(at, what.size(), with);
+    };
+    const auto in_tools = expected(body, R"("g"})", R"("g")" + mark + "}");
+    const auto in_system =
+        expected(body, system, R"([{"type": "text", "text": )" + system + mark + "}]");
+    const auto in_document = expected(in_system, R"("document"})", R"("document")" + mark + "}");
+    const auto in_question = expected(in_system, R"("question"})", R"("question")" + mark + "}");
+    const auto in_answer =
+        expected(in_system, R"("answer")", R"([{"type": "text", "text": "answer")" + mark + "}]");
+    const auto to_document = tools.size() + system.size() + first.find("document") + 10;
+    for (const auto& result : {in_tools, in_system, in_document, in_question, in_answer})
+        CHECK_FALSE(check_object(result));
+    CHECK(marked(0) == body);
+    CHECK(marked(5) == body);
+    CHECK(marked(tools.size() - 1) == in_tools);
+    CHECK(marked(tools.size() + system.size() - 1) == in_tools); // not within a block
+    CHECK(marked(tools.size() + system.size()) == in_system);
+    CHECK(marked(to_document - 1) == in_system);
+    CHECK(marked(to_document) == in_document);
+    CHECK(marked(tools.size() + system.size() + first.size()) == in_question);
+    CHECK(marked(1000) == in_answer);
+    // Below the least it is not worth it; the tools alone may be, or not.
+    CHECK(marked(1000, tools.size() + system.size()) == in_answer);
+    CHECK(marked(1000, tools.size() + system.size() + 1) !=
+          in_answer); // only the end of what is shared
+    CHECK(marked(1000, 1001) == body);
+    CHECK(marked(to_document, to_document + 1) == body);
+    // A caller's own marks are left alone; a text may speak of them.
+    const auto own = expected(body, R"("g"})", R"("g", "cache_control": {"type": "ephemeral"}})");
+    CHECK(with_cache_marks(own, 1000, 0) == own);
+    const auto talk = expected(body, "document", "the \\\"cache_control\\\" field");
+    CHECK(with_cache_marks(talk, 1000, 0) != talk);
+}
+
+TEST_CASE("what requests have in common is known to the end of a block, to the byte") {
+    const auto body = [](std::string_view system, std::string_view first, std::string_view second) {
+        return fmt::format(
+            R"({{"system": "{}", "messages": [{{"role": "user", "content": )"
+            R"([{{"type": "text", "text": "{}"}}, {{"type": "text", "text": "{}"}}]}}]}})",
+            system, first, second);
+    };
+    const auto all = prefix_ends(body("sys", "doc", "one"));
+    REQUIRE(all.size() == 3);
+    CHECK(all[0].bytes == 5); // with its quotes
+    CHECK(all[2].bytes == read_prompt({"/v1/messages", body("sys", "doc", "one")}, {}).bytes() - 2);
+    SharedPrefixes shared;
+    const auto add = [&](std::string_view domain, const std::string& text) {
+        shared.add(domain, prefix_ends(text));
+    };
+    const auto bytes = [&](const std::string& text, std::string_view domain = "m") {
+        return shared.bytes(domain, prefix_ends(text));
+    };
+    add("m", body("sys", "doc", "one"));
+    CHECK(bytes(body("sys", "doc", "one")) == 0); // it is alone
+    add("m", body("sys", "doc", "two"));
+    add("m", body("sys", "dog", "two"));
+    add("m", body("syt", "doc", "two"));
+    CHECK(bytes(body("sys", "doc", "one")) == all[1].bytes);
+    CHECK(bytes(body("sys", "dog", "two")) == all[0].bytes);
+    CHECK(bytes(body("syt", "doc", "two")) == 0);
+    CHECK(bytes(body("sys", "doc", "one"), "another model") == 0);
+    add("m", body("sys", "doc", "one")); // the same once more
+    CHECK(bytes(body("sys", "doc", "one")) == all[2].bytes);
+    CHECK(prefix_ends("no JSON").empty());
+    CHECK(prefix_ends("{}").empty());
+}
+
+TEST_CASE("what takes no mark is passed over") {
+    const auto marks = [](std::string_view messages) {
+        const auto out = with_cache_marks(fmt::format(R"({{"messages": {}}})", messages), 1000, 0);
+        CHECK_FALSE(check_object(out));
+        std::size_t count = 0;
+        for (auto at = out.find("cache_control"); at != out.npos;
+             at = out.find("cache_control", at + 1))
+            ++count;
+        return count;
+    };
+    CHECK(marks(R"([{"role": "user", "content": ""}])") == 0);
+    CHECK(marks(R"([{"role": "user", "content": []}])") == 0);
+    CHECK(marks(R"([{"role": "assistant", "content": [{"type": "thinking", "thinking": "t"},
+                    {"type": "text", "text": ""}]}])") == 0);
+    CHECK(marks(R"([{"role": "user", "content": "a"}, {"role": "assistant", "content": null}])") ==
+          1);
+    // Of chat completions: a system message, a call, a result.
+    CHECK(marks(R"([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])") == 2);
+    CHECK(marks(R"([{"role": "assistant", "content": null, "tool_calls": [{"id": "a"}]}])") == 1);
+    CHECK(marks(R"([{"role": "tool", "tool_call_id": "a", "content": "r"}])") == 1);
+}
+
 // Answers in one piece
 
 TEST_CASE("an answer in one piece is passed on as it came") {

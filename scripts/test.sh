@@ -74,6 +74,10 @@ if wanted real; then
     say "real: the bytes of bfcl_eval's own client"
     "$wire/bin/python" "$ROOT/tests/real/bfcl_wire.py" --data "$BFCL_DATA" \
         --bodies "$(build_dir dev)/bin/bfcl_bodies" || failed+=("real: bfcl_wire")
+    sdk=$(make_venv_for anthropic-sdk "$ROOT/tests/real/anthropic_sdk.py") || exit 2
+    say "real: Anthropic's own package"
+    "$sdk/bin/python" "$ROOT/tests/real/anthropic_sdk.py" --evalrt "$(build_dir release)/bin/evalrt" ||
+        failed+=("real: anthropic_sdk")
     say "real: bfcl_eval's own checker"
     checker=$(make_venv_for bfcl-score "$ROOT/scripts/score_bfcl.py") || exit 2
     "$checker/bin/python" "$ROOT/tests/real/score_bfcl_test.py" --data "$BFCL_DATA" || failed+=("real: score_bfcl")

@@ -17,9 +17,9 @@
 #include <cstring>
 #include <deque>
 #include <filesystem>
-#include <map>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
 
 namespace evalrt {
 namespace {
@@ -142,8 +142,8 @@ JournalKey journal_key(std::string_view identity, std::string_view endpoint,
 
 struct Journal::Impl : std::enable_shared_from_this<Impl> {
     struct Live {
-        Live(Request request_, TextSink on_text_, Handler handler_)
-            : stream(request_.stream), on_text(std::move(on_text_)), handler(std::move(handler_)) {}
+        Live(bool stream_, TextSink on_text_, Handler handler_)
+            : stream(stream_), on_text(std::move(on_text_)), handler(std::move(handler_)) {}
 
         bool stream;
         TextSink on_text;
@@ -252,9 +252,9 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         const auto key = detail::journal_key(identity, request.endpoint, body);
         const auto decision = index.next(key);
         const auto id = ++last_id;
-        auto& live =
-            *(all[id] = std::make_unique<Live>(request, std::move(on_text), std::move(handler)));
-        live.entry = &index.entry(key, decision.occurrence);
+        auto& live = *(all[id] = std::make_unique<Live>(request.stream, std::move(on_text),
+                                                        std::move(handler)));
+        live.entry = decision.entry;
         live.repeatable = at_temperature_zero(body);
         live.item = decision.item;
         if (live.item == 0) {
@@ -488,11 +488,13 @@ void Journal::close(OpenHandler handler) { impl_->close(std::move(handler)); }
 
 bool Journal::holds(const std::vector<const Request*>& requests) const {
     if (impl_->index.size() < requests.size()) return false;
-    std::map<std::pair<std::uint64_t, std::uint64_t>, std::uint32_t> counts;
+    const auto hash = [](const detail::JournalKey& key) { return std::size_t(key.low); };
+    std::unordered_map<detail::JournalKey, std::uint32_t, decltype(hash)> counts(requests.size(),
+                                                                                 hash);
     for (const auto* request : requests) {
         const auto key =
             detail::journal_key(impl_->identity, request->endpoint, impl_->sent(*request));
-        if (impl_->index.decide(key, counts[{key.high, key.low}]++).outcome == 0) return false;
+        if (impl_->index.decide(key, counts[key]++).outcome == 0) return false;
     }
     return true;
 }

@@ -86,8 +86,14 @@ JournalFields from_json(std::string_view text) {
 std::optional<std::int64_t> place_of(const std::string& text, const std::string& body) {
     if (text.size() >= body.size()) return {};
     const auto quoted = json_string(text);
-    const auto* at =
-        static_cast<const char*>(::memmem(body.data(), body.size(), quoted.data(), quoted.size()));
+    // By its beginning: looking for a long text costs more than comparing it.
+    const auto begin = std::string_view(quoted).substr(0, 48);
+    const char *at = body.data(), *end = at + body.size();
+    while ((at = static_cast<const char*>(
+                ::memmem(at, std::size_t(end - at), begin.data(), begin.size())))) {
+        if (std::string_view(at, std::size_t(end - at)).starts_with(quoted)) break;
+        ++at;
+    }
     if (!at) return {};
     return (std::int64_t(at - body.data()) << 32) | std::int64_t(quoted.size());
 }

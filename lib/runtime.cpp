@@ -235,7 +235,9 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         }
         run.server_version = version;
         run.sent = [this, given = http_options()](const Request& request) {
-            auto prepared = detail::prepare_openai(request, row, given.model, given.override_model);
+            const auto route = detail::route(request.endpoint, row);
+            auto prepared = detail::prepare(request, row, route, given.model, given.override_model,
+                                            given.max_tokens);
             return prepared.error.empty() ? prepared.body : request.body;
         };
         return run;

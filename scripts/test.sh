@@ -41,6 +41,13 @@ if [ -n "$compiled" ]; then
     ctest_preset dev "$compiled"
 fi
 
+if [ $full = yes ] && wanted integration; then
+    if ! on_mac; then install_packages strace; fi
+    say "a journal's run, killed at 50 moments; each write to its disk failing in turn"
+    python3 "$ROOT/tests/integration/journal.py" "$(build_dir dev)/bin/evalrt" --kills 50 \
+        Kills FullDisk BrokenDisk || failed+=("integration: journal")
+fi
+
 # Sanitizers, on what runs concurrently or reads foreign bytes.
 sanitized=$(printf '%s' "$compiled" | tr '|' '\n' | grep -v consumer | paste -sd'|' || true)
 if [ -n "$sanitized" ]; then

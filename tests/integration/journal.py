@@ -249,6 +249,43 @@ class Resume(Base):
             server.wait()
 
 
+class Bfcl(Base):
+    def setUp(self):
+        super().setUp()
+        function = {"name": "f", "description": "d",
+                    "parameters": {"type": "dict", "properties": {}, "required": []}}
+        with open(self.dir / "BFCL_v4_simple_python.json", "w") as file:
+            for i in range(6):
+                file.write(json.dumps({"id": f"simple_python_{i}", "function": [function], "question": [
+                    [{"role": "user", "content": "fail once" if i == 3 else f"{i}"}]]}) + "\n")
+
+    def bfcl(self, *args):
+        return self.run_program("bfcl", "simple_python", "--bfcl-data", self.dir, *self.own(),
+                                "--journal", "j", "--retries", "0", *args)
+
+    def rows(self):
+        path = next(self.dir.rglob("*_result.json"))
+        return {row["id"]: row["result"] for row in map(json.loads, path.read_text().splitlines())}
+
+    def test_the_journal_is_what_is_gone_on_with(self):
+        code, _, err = self.bfcl("--limit", "5")
+        self.assertEqual(code, 1, err)
+        first = self.rows()
+        self.assertEqual(sorted(first), [f"simple_python_{i}" for i in (0, 1, 2, 4)])
+        self.asked()
+        (self.dir / "failed-once").touch()
+        shutil.rmtree(self.dir / "result")  # all that was in it is in the journal
+        code, _, err = self.bfcl()
+        self.assertEqual(code, 0, err)
+        self.assertEqual(sorted(self.asked()), ["5", "fail once"])
+        rows = self.rows()
+        self.assertEqual(len(rows), 6)
+        self.assertEqual({id: rows[id] for id in first}, first)
+        code, _, err = self.bfcl("--mode", "fc")
+        self.assertEqual(code, 4, err)
+        self.assertIn('mode was "prompt" and is "fc"', err)
+
+
 class Report(Base):
     def report(self, *args, code=0):
         got, out, err = self.run_program("report", *args)
@@ -488,6 +525,7 @@ class FullDisk(Base):
         self.assertEqual([row["custom_id"] for row in self.out()], [f"q{i}" for i in range(count)])
 
 
+@unittest.skipIf(SANITIZED, "sanitizers and strace both trace")
 @unittest.skipUnless(shutil.which("strace"), "strace is not installed")
 class BrokenDisk(Base):
     """The n-th call that makes something durable fails, for n = 1, 2, ... until none does."""

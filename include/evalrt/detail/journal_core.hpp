@@ -31,8 +31,9 @@ struct JournalEntry {
 
 struct JournalDecision {
     std::uint32_t occurrence = 0;
-    std::int64_t item = 0;    ///< 0: new to this run
-    std::int64_t outcome = 0; ///< serve this one; 0: ask
+    std::int64_t item = 0;         ///< 0: new to this run
+    std::int64_t outcome = 0;      ///< serve this one; 0: ask
+    JournalEntry* entry = nullptr; ///< of next(); stays where it is
 };
 
 class JournalIndex {
@@ -49,17 +50,28 @@ public:
 
     /// The next occurrence of this request.
     JournalDecision next(JournalKey key) {
-        const auto occurrence = entries_[{key, 0}].asked++;
-        return decide(key, occurrence);
+        auto* slot = &entries_[{key, 0}];
+        const auto occurrence = slot->asked++;
+        if (occurrence > 0) slot = &entries_[{key, occurrence}];
+        auto decision = judge(slot->entry, occurrence);
+        decision.entry = &slot->entry;
+        return decision;
     }
 
     /// What next() would say for this occurrence.
     JournalDecision decide(JournalKey key, std::uint32_t occurrence) const {
+        const auto it = entries_.find({key, occurrence});
+        return judge(it == entries_.end() ? JournalEntry() : it->second.entry, occurrence);
+    }
+
+    void rewind() {
+        for (auto& [id, slot] : entries_) slot.asked = 0;
+    }
+
+private:
+    JournalDecision judge(const JournalEntry& entry, std::uint32_t occurrence) const {
         JournalDecision decision;
         decision.occurrence = occurrence;
-        const auto it = entries_.find({key, occurrence});
-        if (it == entries_.end()) return decision;
-        const auto& entry = it->second.entry;
         decision.item = entry.item;
         const bool final =
             !entry.failure || std::find(final_failures_.begin(), final_failures_.end(),
@@ -68,11 +80,6 @@ public:
         return decision;
     }
 
-    void rewind() {
-        for (auto& [id, slot] : entries_) slot.asked = 0;
-    }
-
-private:
     struct Id {
         JournalKey key;
         std::uint32_t occurrence;

@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""What the journal costs, against the same requests without it, in interleaved rounds.
+
+    journal.py --bin DIR [--rounds N]
+
+JSON lines on stdout, a table on stderr; exit code 1 if a goal is missed. Times are medians.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# What a sample may cost beside a request of some 25 us, and what must not be noticed.
+GOALS = {"cpu_us": (12, "CPU of a sample, us"), "file_ratio": (1.3, "file size by the answers' bytes"),
+         "ready_seconds": (1.0, "100,000 items: open and decide, s"),
+         "lost_rate": (0.15, "share of the client's rate, 64 in flight")}
+
+
+def on_cpu(n, argv):
+    return ["taskset", "-c", str(n), *argv] if sys.platform == "linux" and os.cpu_count() > 1 else argv
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--bin", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    bench = str(args.bin / "bench_journal")
+    memory, rates = [], []
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        def run(argv):
+            done = subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                sys.exit(f"error: {' '.join(argv)} failed")
+            print(done.stdout, end="", flush=True)
+            return json.loads(done.stdout)
+
+        server = subprocess.Popen(on_cpu(0, [str(args.bin / "bench_server"), "body", "850"]),
+                                  stdout=subprocess.PIPE, text=True)
+        try:
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}/v1"
+            for _ in range(args.rounds):
+                memory.append(run([bench, "memory", "100000"]))
+                rates.append(run(on_cpu(1, [bench, url, "20000", "64"])))
+        finally:
+            server.kill()
+            server.wait()
+    median = {"cpu_us": statistics.median(it["cpu_us"] for it in memory),
+              "file_ratio": statistics.median(it["file_ratio"] for it in memory),
+              "ready_seconds": statistics.median(it["open_seconds"] + it["decide_seconds"] for it in memory),
+              "lost_rate": 1 - statistics.median(it["ratio"] for it in rates)}
+    missed = False
+    for name, (goal, words) in GOALS.items():
+        ok = median[name] <= goal
+        missed |= not ok
+        print(json.dumps({"benchmark": "journal", "figure": name, "value": round(median[name], 4),
+                          "goal": goal, "met": ok}))
+        print(f"{words:<44}{median[name]:>10.3f}  (at most {goal}){'' if ok else '  MISSED'}",
+              file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,7 +38,7 @@ namespace {
 using namespace evalrt;
 
 // A field that goes where old callers' structs have padding would read what they left there.
-static_assert(sizeof(evalrt_config) == offsetof(evalrt_config, log_user) + sizeof(void*));
+static_assert(sizeof(evalrt_config) == offsetof(evalrt_config, journal) + sizeof(char*));
 static_assert(sizeof(evalrt_request) == offsetof(evalrt_request, session) + sizeof(char*));
 static_assert(sizeof(evalrt_event) == offsetof(evalrt_event, attempts) + sizeof(std::uint64_t));
 static_assert(sizeof(evalrt_code) == 4 && sizeof(evalrt_kind) == 4);
@@ -64,6 +64,7 @@ evalrt_code code_of(Errc errc) {
 evalrt_code code_of(error_code code) {
     if (code == asio::error::operation_aborted) return EVALRT_CANCELLED;
     if (code == asio::error::invalid_argument) return EVALRT_INVALID;
+    if (code.category() == journal_category()) return EVALRT_INVALID;
     return code.category() == category() ? code_of(Errc(code.value())) : EVALRT_INTERNAL;
 }
 
@@ -152,6 +153,7 @@ RuntimeOptions options_of(const evalrt_config& config) {
         options.startup_timeout = std::chrono::milliseconds(config.startup_timeout_ms);
     options.api_key = string_of(config.api_key);
     options.ca_file = string_of(config.ca_file);
+    options.journal.path = string_of(config.journal);
     return options;
 }
 
@@ -316,6 +318,7 @@ evalrt_runtime::evalrt_runtime(const evalrt_config& config)
     auto options = options_of(config);
     starts_server_ = options.url.empty();
     options.log = [this](std::string_view line) { log(line); };
+    options.journal.on_failure = [this](const Failure& failure) { log(failure.detail); };
     report_.backend = options.backend;
     report_.order = options.order == Order::fifo ? "fifo" : "planned";
     runtime_ = std::make_unique<Runtime>(io_.get_executor(), std::move(options));
@@ -412,7 +415,7 @@ void evalrt_runtime::start(std::unique_ptr<Call> owned) {
     auto done = [this, id = call.id](error_code, Response response) {
         ended(id, std::move(response));
     };
-    runtime_->backend().async_complete(
+    runtime_->front().async_complete(
         std::exchange(call.request, {}), std::move(on_text),
         asio::bind_cancellation_slot(call.cancel.slot(), std::move(done)));
 }

@@ -73,7 +73,7 @@ typedef struct evalrt_config {
     const char* EVALRT_NULLABLE url;        /* use this running server, start none; ends in /v1 */
     const char* EVALRT_NULLABLE executable; /* program to start; default: the backend's, on PATH */
     const char* EVALRT_NULLABLE const* EVALRT_NULLABLE server_args; /* NULL ends them */
-    const char* EVALRT_NULLABLE api_key; /* never logged */
+    const char* EVALRT_NULLABLE api_key;                            /* never logged */
     const char* EVALRT_NULLABLE ca_file; /* PEM; default: the system's certificates */
     const char* EVALRT_NULLABLE order; /* default: "planned", shared prefixes together; or "fifo" */
     uint32_t port;                     /* of the server to start; default: any free one */
@@ -82,6 +82,9 @@ typedef struct evalrt_config {
     uint32_t startup_timeout_ms;       /* default: five minutes */
     void (*EVALRT_NULLABLE on_log)(void* EVALRT_NULLABLE log_user, const char* line);
     void* EVALRT_NULLABLE log_user; /* known until evalrt_release returns */
+    /* File that keeps every answer before its EVALRT_DONE; what it has is not asked again. One that
+     * is damaged, in use or of another configuration is refused with EVALRT_INVALID. */
+    const char* EVALRT_NULLABLE journal; /* default: none */
 } evalrt_config;
 
 typedef struct evalrt_request {

@@ -580,6 +580,33 @@ static void check_summary(evalrt_runtime* runtime, const char* const* members) {
     evalrt_string_free(text);
 }
 
+static void journal(void) {
+    char folder[] = "/tmp/evalrt-capi-XXXXXX", path[64], command[96];
+    CHECK(mkdtemp(folder));
+    snprintf(path, sizeof path, "%s/journal", folder);
+    evalrt_config config = with_server("small");
+    config.journal = path;
+    for (int session = 0; session < 2; ++session) {
+        Call call = {.runtime = open_with(config)};
+        submit(&call, "hi");
+        wait_for(&call);
+        const char* members[] = {session ? "\"from_journal\":1" : "\"from_journal\":0",
+                                 "\"answered\":1", NULL};
+        check_summary(call.runtime, members);
+        if (session) {
+            evalrt_runtime* second = NULL;
+            CHECK_ERROR(evalrt_open(&config, &second), EVALRT_INVALID, "in use by the process");
+        }
+        evalrt_close(call.runtime);
+        evalrt_release(call.runtime);
+    }
+    config.max_context = 77;
+    evalrt_runtime* changed = NULL;
+    CHECK_ERROR(evalrt_open(&config, &changed), EVALRT_INVALID, "max_context was \"4096\"");
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    CHECK(system(command) == 0);
+}
+
 static void summary(void) {
     evalrt_config config = with_server("small");
     config.max_in_flight = 3;
@@ -673,6 +700,7 @@ static const struct {
     {"NULL and nonsense are errors", nonsense},
     {"a wrong struct_size is an error that says what to do", struct_sizes},
     {"the log gets each line once", log_lines},
+    {"what a journal has is not asked again", journal},
     {"the summary tells the run so far, also after the end", summary},
     {"two runtimes do not know each other", two_runtimes},
     {"20 runtimes later no thread, descriptor or process is left", nothing_left},

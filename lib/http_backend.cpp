@@ -1,4 +1,4 @@
-// The only file that includes Beast.
+// Beast is included here and in gateway.cpp, nowhere else.
 #include "evalrt/http_backend.hpp"
 
 #include "answer_watch.hpp"
@@ -270,6 +270,7 @@ private:
     }
 
     bool stopped() const { return cancelled_ || late_; }
+    bool as_it_is() const { return request_.plain || request_.body.empty(); }
 
     // Ends the exchange when a limit passes; the limit may have moved when the timer fires.
     void watch() {
@@ -323,14 +324,16 @@ private:
         if (stopped()) co_return;
         auto& prepared = prepared_;
         route_.endpoint = request_.endpoint;
-        if (!request_.body.empty()) {
+        if (as_it_is()) {
+            prepared.body = request_.body;
+        } else {
             const auto& options = impl_->options;
             route_ = detail::route(request_.endpoint, impl_->row);
             prepared = detail::prepare(request_, impl_->row, route_, options.model,
                                        options.override_model, options.max_tokens);
         }
         for (const auto& note : prepared.notes) impl_->say(note);
-        if (!request_.body.empty())
+        if (!as_it_is())
             for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
         if (!prepared.error.empty()) {
             fail(Errc::rejected, prepared.error);
@@ -514,7 +517,7 @@ private:
         }
         const bool good = response_.status / 100 == 2;
         const auto type = head[http::field::content_type];
-        if (good && boost::beast::iequals(type.substr(0, 17), "text/event-stream"))
+        if (good && !as_it_is() && boost::beast::iequals(type.substr(0, 17), "text/event-stream"))
             co_await read_stream(stream, *parser);
         else
             co_await read_whole(stream, *parser, good);
@@ -668,7 +671,7 @@ private:
                                                 std::string(parser.get()[http::field::location]));
         } else if (ec) {
             broken(ec, fmt::format("body after {} bytes", body.size()));
-        } else if (request_.body.empty()) {
+        } else if (as_it_is()) {
             response_.body = std::move(body);
         } else {
             detail::make_reader(route_, impl_->row)->whole(std::move(body), response_);
@@ -748,7 +751,7 @@ void HttpBackend::start_complete(Request request, TextSink on_text, Handler hand
         std::make_shared<Exchange<Impl>>(impl, std::move(one), std::move(sink), std::move(done))
             ->start();
     };
-    const auto n = detail::repetitions(request, impl_->row);
+    const auto n = request.plain ? 1 : detail::repetitions(request, impl_->row);
     if (n == 1) return ask(std::move(request), std::move(on_text), std::move(handler));
     impl_->say(fmt::format("\"n\" is {}: {} gives one choice, so it is asked {} times", n,
                            impl_->row.name, n));

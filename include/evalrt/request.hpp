@@ -56,6 +56,7 @@ struct Request {
     std::string name; ///< what the caller calls it: for a journal, never sent
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece
+    bool plain = false; ///< no question to a model: HttpBackend sends and answers it as it is
     std::size_t shared_bytes = 0; ///< of its prompt that others have, too; set by the scheduler
 };
 

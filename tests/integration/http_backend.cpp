@@ -405,6 +405,29 @@ TEST_CASE("a request without a body is a GET, and what comes is not read") {
     CHECK(!got.field("content-type"));
 }
 
+TEST_CASE("a plain request goes out as it is, and what comes is not read") {
+    FakeServer server(
+        {{expect(), reply(with_length("{\"tokens\": [1]}\n", stream_type)), again()}});
+    auto row = plain();
+    row.streams = true;
+    row.ignored = {"n"};
+    HttpOptions options;
+    options.model = "configured";
+    options.override_model = true;
+    Client client(server.url(), row, options);
+    Request request;
+    request.endpoint = "/tokenize";
+    request.body = R"({"prompt": "hi", "n": 3, "model": "m"})";
+    request.plain = true;
+    const auto result = client.ask(request);
+    CHECK(!result.code);
+    CHECK(result.response.body == "{\"tokens\": [1]}\n");
+    const auto got = server.requests().at(0);
+    CHECK(got.head.starts_with("POST /tokenize HTTP/1.1\r\n"));
+    CHECK(got.body == request.body.view());
+    CHECK(server.requests().size() == 1);
+}
+
 // --- What comes back ---
 
 TEST_CASE("chat and completions come whole in every framing of HTTP") {

@@ -5,6 +5,7 @@
 #include "evalrt/backend.hpp"
 #include "evalrt/backend_row.hpp"
 #include "evalrt/error.hpp"
+#include "evalrt/gateway.hpp"
 #include "evalrt/http_backend.hpp"
 #include "evalrt/journal.hpp"
 #include "evalrt/prefix_planner.hpp"

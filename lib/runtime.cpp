@@ -559,6 +559,7 @@ Backend& Runtime::front() {
 Journal* Runtime::journal() { return impl_->journal.get(); }
 
 RequestScheduler& Runtime::backend() { return *impl_->scheduler; }
+HttpBackend& Runtime::server() { return *impl_->http; }
 const BackendRow& Runtime::row() const { return impl_->row; }
 const std::string& Runtime::url() const { return impl_->url; }
 const std::string& Runtime::server_version() const { return impl_->version; }

@@ -2,12 +2,14 @@
 #include "backends.hpp"
 #include "batch.hpp"
 #include "bfcl.hpp"
+#include "gateway.hpp"
 #include "report.hpp"
 #include "suite.hpp"
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -358,6 +360,16 @@ int main(int argc, char** argv) {
                             "Default: 0.001, as bfcl_eval sends");
     add_common(bfcl_command, options);
 
+    GatewayCommand gateway;
+    auto& gateway_command = *app.add_subcommand(
+        "gateway",
+        "Serve harnesses that speak to OpenAI or Anthropic: gateway [options] [-- CMD...]");
+    gateway_command.add_option("--listen", gateway.listen,
+                               "HOST:PORT (default: 127.0.0.1 and a free port)");
+    gateway_command.add_option("--token-file", gateway.token_file,
+                               "File with a token that clients must send");
+    add_common(gateway_command, options);
+
     std::vector<std::string> runs;
     bool report_json = false;
     auto& report_command = *app.add_subcommand(
@@ -376,13 +388,25 @@ int main(int argc, char** argv) {
                                 "File with the key (default: the variable OPENAI_API_KEY)");
 
     if (argc < 2) {
-        say("give a command: run, bfcl, report or backends (evalrt --help says more)");
+        say("give a command: run, bfcl, gateway, report or backends (evalrt --help says more)");
         return exit_usage;
     }
     const auto known = app.get_subcommands([&](CLI::App* it) { return it->get_name() == argv[1]; });
     if (argv[1][0] != '-' && known.empty()) {
-        say(fmt::format("unknown command '{}'; known are run, bfcl, report and backends", argv[1]));
+        say(fmt::format("unknown command '{}'; known are run, bfcl, gateway, report and "
+                        "backends",
+                        argv[1]));
         return exit_usage;
+    }
+    // What comes after -- is another program's, with options of its own.
+    if (gateway_command.get_name() == argv[1]) {
+        char** const end = argv + argc;
+        char** const mark = std::find(argv, end, std::string_view("--"));
+        argc = int(mark - argv);
+        if (mark != end) {
+            gateway.child.assign(mark + 1, end);
+            if (gateway.child.empty()) return fail("there is no command behind --");
+        }
     }
     try {
         app.parse(argc, argv);
@@ -400,6 +424,12 @@ int main(int argc, char** argv) {
         return backends(listed);
     }
     hint(options);
+    if (gateway_command.parsed()) {
+        if (auto error = settle(options); !error.empty()) return fail(error);
+        if (options.common.parity > 0)
+            return fail("--parity is for runs: a gateway does not know the requests");
+        return run_gateway(gateway, options.common);
+    }
     if (bfcl_command.parsed()) return run_bfcl(options, asked);
     return run(options, file, out, skip_invalid);
 }

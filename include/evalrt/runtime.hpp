@@ -84,6 +84,7 @@ public:
     Backend& front();                          ///< what to ask, once open: the journal, if any
     Journal* journal();                        ///< null: none
     RequestScheduler& backend();               ///< once open; past the journal
+    HttpBackend& server();                     ///< once open; past the queue
     const BackendRow& row() const;             ///< once open: completed
     const std::string& url() const;            ///< for any client of its wire
     const std::string& server_version() const; ///< as it tells when it is recognised; or empty

@@ -1,0 +1,58 @@
+// The command of `evalrt gateway -- CMD`: it has our terminal, our signals, and an environment that
+// leads it to the gateway.
+#ifndef EVALRT_PROGRAM_CHILD_HPP
+#define EVALRT_PROGRAM_CHILD_HPP
+
+#include <boost/asio/any_io_executor.hpp>
+#include <boost/asio/awaitable.hpp>
+#include <boost/asio/signal_set.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <sys/types.h>
+
+namespace evalrt::program {
+
+/// What a harness is told of the gateway.
+struct GatewayAddress {
+    std::string url; ///< without /v1
+    std::string host;
+    std::uint16_t port = 0;
+    std::string token;     ///< empty: none
+    std::string tokenizer; ///< folder of the model's; empty: not known
+};
+
+/// An environment that leads the harnesses we know to the gateway. Keys that are set stay, unless
+/// there is a token, which clients then must send.
+std::vector<std::string> harness_environment(std::vector<std::string> environment,
+                                             const GatewayAddress& address);
+
+std::vector<std::string> own_environment();
+
+class Child {
+public:
+    /// To be made before this program opens anything: what is open then, the child gets too.
+    explicit Child(const boost::asio::any_io_executor& executor);
+
+    /// Empty: there is no such program.
+    static std::string find(const std::string& name);
+
+    /// Empty: it runs. Else what is wrong.
+    std::string start(const std::string& program, const std::vector<std::string>& arguments,
+                      const std::vector<std::string>& environment);
+
+    /// Its exit code, 128 and the signal's number if one has ended it. Until then it gets the
+    /// SIGINT and SIGTERM that we get.
+    boost::asio::awaitable<int> wait();
+
+private:
+    std::vector<bool> inherited_; // file descriptors
+    boost::asio::signal_set signals_;
+    pid_t pid_ = -1;
+};
+
+} // namespace evalrt::program
+
+#endif

@@ -1,0 +1,555 @@
+#!/usr/bin/env python3
+"""evalrt gateway from outside: both wires in front of both, its child, its end.
+
+    gateway.py EVALRT_PROGRAM
+"""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+EVALRT = os.path.abspath(sys.argv.pop(1))
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
+sys.path.insert(0, str(SUPPORT))
+
+from fake_anthropic import ANSWERS, TEXT  # noqa: E402
+
+KEY = "sk-canary-0123456789"
+TOOL_TEXT, *TOOLS = ANSWERS["tools"][0]
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """An OpenAI server that answers the question "tools" with two calls, "hold" with nothing until
+    the client goes, and /tokenize with what it was asked."""
+    protocol_version = "HTTP/1.1"
+    asked, left = [], threading.Event()
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.answer(200, {"object": "list", "data": [{"id": "one", "object": "model"}]})
+
+    def do_POST(self):
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        body = json.loads(text)
+        self.asked.append({"path": self.path, "text": text, "body": body,
+                           "authorization": self.headers["Authorization"]})
+        if self.path == "/tokenize":
+            return self.answer(200, {"tokens": [1, 2]})
+        question = body["messages"][-1]["content"]
+        if question == "hold" or question == "hold after text":
+            if question != "hold":
+                self.begin()
+                self.event({"id": "c", "choices": [{"index": 0, "delta": {"content": "so"}}]})
+            if self.connection.recv(1) == b"":
+                self.left.set()
+            self.close_connection = True
+            return None
+        if question == "breaks":
+            self.begin()
+            self.event({"id": "c", "choices": [{"index": 0, "delta": {"content": "so"}}]})
+            return self.event({"error": {"message": "it broke", "type": "overloaded"}})
+        if question == "too long":
+            return self.answer(400, {"error": {"message": f"maximum context length is 9 ({KEY})"}})
+        calls = [{"id": f"call_{i}", "type": "function", "function": {
+            "name": name, "arguments": arguments}}
+            for i, (name, arguments) in enumerate([("get_weather", '{"city": "Zürich"}'), ("now", "")])]
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": TEXT, "tool_calls": []}
+            return self.answer(200, {"id": "c", "choices": [
+                {"index": 0, "message": message, "finish_reason": "stop"}]})
+        self.begin()
+        for i in range(0, len(TEXT), 3):
+            self.event({"id": "c", "model": "one", "choices": [
+                {"index": 0, "delta": {"content": TEXT[i:i + 3]}}]})
+        if question == "tools":
+            for i, call in enumerate(calls):
+                arguments = call["function"]["arguments"]
+                first = {**call, "index": i, "function": {**call["function"], "arguments": ""}}
+                self.event({"id": "c", "choices": [{"index": 0, "delta": {"tool_calls": [first]}}]})
+                for c in arguments:
+                    self.event({"id": "c", "choices": [{"index": 0, "delta": {"tool_calls": [
+                        {"index": i, "function": {"arguments": c}}]}}]})
+        reason = "tool_calls" if question == "tools" else "stop"
+        self.event({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        self.event({"id": "c", "choices": [], "usage": {
+            "prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35,
+            "prompt_tokens_details": {"cached_tokens": 10}}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def begin(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+
+    def event(self, data):
+        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+
+
+def events(text):
+    """Types and data of a stream; and whether it ended as it should."""
+    out, done = [], False
+    for block in text.split("\n\n"):
+        kind, data = None, None
+        for line in block.split("\n"):
+            if line.startswith("event: "):
+                kind = line[7:]
+            elif line.startswith("data: "):
+                data = line[6:]
+        if data == "[DONE]":
+            done = True
+        elif data is not None:
+            out.append((kind, json.loads(data)))
+            done = done or kind == "message_stop"
+    return out, done
+
+
+def chat_of(chunks):
+    message, reason, usage = {"content": None, "tool_calls": []}, None, None
+    for _, chunk in chunks:
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if delta.get("content") is not None:
+                message["content"] = (message["content"] or "") + delta["content"]
+            message["tool_calls"] += delta.get("tool_calls", [])
+            reason = choice["finish_reason"] or reason
+    return message, reason, usage
+
+
+def message_of(chunks):
+    blocks, partial, reason, usage = [], {}, None, {}
+    for kind, data in chunks:
+        if kind == "content_block_start":
+            assert data["index"] == len(blocks)
+            blocks.append(data["content_block"])
+        elif kind == "content_block_delta":
+            delta, block = data["delta"], blocks[data["index"]]
+            if delta["type"] == "text_delta":
+                block["text"] += delta["text"]
+            elif delta["type"] == "input_json_delta":
+                partial[data["index"]] = partial.get(data["index"], "") + delta["partial_json"]
+        elif kind == "message_delta":
+            reason, usage = data["delta"]["stop_reason"], data["usage"]
+    for index, text in partial.items():
+        blocks[index]["input"] = json.loads(text)
+    return blocks, reason, usage
+
+
+class Gateway(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.dir = Path(folder.name)
+        Upstream.asked.clear()
+        Upstream.left.clear()
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        self.openai = ["--backend", "openai-url", "--no-probe", "--url",
+                       f"http://127.0.0.1:{server.server_port}/v1"]
+
+    def anthropic(self):
+        server = subprocess.Popen([sys.executable, SUPPORT / "fake_anthropic.py"],
+                                  env=dict(os.environ, FAKE_ANTHROPIC_KEY=KEY),
+                                  stdout=subprocess.PIPE, text=True)
+        self.addCleanup(server.stdout.close)
+        self.addCleanup(server.wait)
+        self.addCleanup(server.kill)
+        port = server.stdout.readline().strip()
+        return ["--backend", "anthropic-url", "--no-probe", "--url", f"http://127.0.0.1:{port}/v1"]
+
+    def popen(self, args, env=None, **more):
+        clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
+        for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "REMOTE_OPENAI_API_KEY"):
+            clean.pop(name, None)
+        return subprocess.Popen([EVALRT, "gateway", *map(str, args)], cwd=self.dir, text=True,
+                                env={**clean, **(env or {})}, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, **more)
+
+    def start(self, *args, env=None):
+        process = self.popen(args, env or {"OPENAI_API_KEY": KEY, "ANTHROPIC_API_KEY": KEY})
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        line = process.stdout.readline()
+        self.assertTrue(line, "no address")
+        self.address = json.loads(line)
+        self.port = int(self.address["url"].rsplit(":", 1)[1].split("/")[0])
+        return process
+
+    def child(self, *command, options=(), env=None):
+        process = self.popen([*self.openai, *options, "--", *command], env)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def ask(self, path, body=None, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        self.addCleanup(connection.close)
+        if body is None:
+            connection.request("GET", path, headers=headers)
+        else:
+            connection.request("POST", path, json.dumps(body),
+                               {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.headers
+
+    def chat(self, question, **more):
+        return {"model": "x", "messages": [{"role": "user", "content": question}], **more}
+
+    def messages(self, question, **more):
+        return {"max_tokens": 50, **self.chat(question, **more)}
+
+    # Both wires in front of both
+
+    def check_chat(self, tools):
+        """Streamed or not, the client gets the same."""
+        question = "tools" if tools else "text"
+        status, text, _ = self.ask("/v1/chat/completions", self.chat(question))
+        self.assertEqual(status, 200, text)
+        answer = json.loads(text)
+        choice, = answer["choices"]
+        for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            self.assertIsInstance(answer["usage"][key], int)
+        status, text, headers = self.ask("/chat/completions", self.chat(
+            question, stream=True, stream_options={"include_usage": True}))
+        self.assertEqual(status, 200, text)
+        self.assertEqual(headers["Content-Type"], "text/event-stream")
+        chunks, done = events(text)
+        self.assertTrue(done)
+        message, reason, usage = chat_of(chunks)
+        self.assertEqual(message["content"], choice["message"]["content"])
+        self.assertEqual(reason, choice["finish_reason"])
+        self.assertEqual(usage, answer["usage"])
+        self.assertEqual({chunk["id"] for _, chunk in chunks}, {chunks[0][1]["id"]})
+        if tools:
+            self.assertEqual(reason, "tool_calls")
+            calls = [{k: v for k, v in call.items() if k != "index"} for call in message["tool_calls"]]
+            self.assertEqual([call["index"] for call in message["tool_calls"]], [0, 1])
+            self.assertEqual(calls, choice["message"]["tool_calls"])
+            self.assertEqual([call["function"]["name"] for call in calls], ["get_weather", "now"])
+            self.assertEqual(json.loads(calls[0]["function"]["arguments"])["city"], "Zürich")
+            self.assertEqual(calls[1]["function"]["arguments"], "{}")
+        else:
+            self.assertNotIn("tool_calls", choice["message"])
+            self.assertEqual(message["content"], TEXT)
+
+    def check_messages(self, tools):
+        question = "tools" if tools else "text"
+        status, text, _ = self.ask("/v1/messages?beta=true", self.messages(question),
+                                   **{"anthropic-version": "2023-06-01"})
+        self.assertEqual(status, 200, text)
+        answer = json.loads(text)
+        self.assertEqual((answer["type"], answer["role"]), ("message", "assistant"))
+        self.assertIsInstance(answer["usage"]["input_tokens"], int)
+        status, text, _ = self.ask("/v1/messages", self.messages(question, stream=True))
+        self.assertEqual(status, 200, text)
+        chunks, done = events(text)
+        self.assertTrue(done)
+        self.assertEqual(chunks[0][0], "message_start")
+        blocks, reason, usage = message_of(chunks)
+        self.assertEqual(blocks, answer["content"])
+        self.assertEqual(reason, answer["stop_reason"])
+        self.assertEqual(usage, answer["usage"])
+        if tools:
+            self.assertEqual([(it["name"], it["input"]) for it in blocks if it["type"] == "tool_use"][1],
+                             ("now", {}))
+            self.assertEqual(reason, "tool_use")
+
+    def test_openai_clients_and_an_openai_server(self):
+        self.start(*self.openai)
+        self.check_chat(tools=False)
+        self.check_chat(tools=True)
+
+    def test_anthropic_clients_and_an_openai_server(self):
+        self.start(*self.openai)
+        self.check_messages(tools=False)
+        self.check_messages(tools=True)
+
+    def test_openai_clients_and_an_anthropic_server(self):
+        self.start(*self.anthropic())
+        self.check_chat(tools=False)
+        self.check_chat(tools=True)
+
+    def test_anthropic_clients_and_an_anthropic_server(self):
+        self.start(*self.anthropic())
+        self.check_messages(tools=False)
+        self.check_messages(tools=True)
+        for word in ("thinking", "cached", "stopped", "empty"):
+            with self.subTest(word):
+                _, whole, _ = self.ask("/v1/messages", self.messages(word))
+                _, text, _ = self.ask("/v1/messages", self.messages(word, stream=True))
+                chunks, done = events(text)
+                self.assertTrue(done)
+                self.assertEqual([block["type"] for block in message_of(chunks)[0]],
+                                 [block["type"] for block in json.loads(whole)["content"]])
+
+    # What goes on, and what does not
+
+    def test_a_body_goes_on_as_it_came(self):
+        self.start(*self.openai)
+        body = {"model": "x", "messages": [{"role": "user", "content": "é", "mine": {"a": [1.0]}}],
+                "stream": False, "zzz": None}
+        self.assertEqual(self.ask("/v1/chat/completions", body)[0], 200)
+        got = Upstream.asked[-1]
+        self.assertEqual(got["authorization"], f"Bearer {KEY}")  # ours, not the client's
+        self.assertIn('"messages": [{"role": "user", "content": "\\u00e9", "mine": {"a": [1.0]}}]',
+                      got["text"])
+        self.assertIn('"zzz": null', got["text"])
+        self.assertEqual(got["body"]["model"], "x")
+
+    def test_what_is_no_question_to_a_model_is_passed_on(self):
+        self.start(*self.openai)
+        status, text, _ = self.ask("/tokenize", {"prompt": "hi", "add_special_tokens": False})
+        self.assertEqual((status, json.loads(text)), (200, {"tokens": [1, 2]}))
+        self.assertEqual(Upstream.asked[-1]["text"], '{"prompt": "hi", "add_special_tokens": false}')
+
+    def test_models_health_and_metrics(self):
+        self.start(*self.openai)
+        for path in ("/v1/models", "/models"):
+            self.assertEqual(json.loads(self.ask(path)[1])["data"][0]["id"], "one")
+        self.assertEqual(self.ask("/health")[0], 200)
+        self.ask("/v1/chat/completions", self.chat("text"))
+        text = self.ask("/metrics")[1]
+        for line in ("evalrt_answered_total 1", "evalrt_cached_tokens_total 10", "evalrt_queued 0"):
+            self.assertIn(f"\n{line}\n", text)
+
+    def test_errors_have_the_wire_s_shape_and_no_key_in_them(self):
+        self.start(*self.openai)
+        status, text, headers = self.ask("/v1/chat/completions", self.chat("too long"))
+        self.assertEqual(status, 400)
+        self.assertEqual(headers["x-should-retry"], "false")
+        self.assertEqual(json.loads(text)["error"]["code"], "context_length_exceeded")
+        self.assertNotIn(KEY, text)
+        status, text, headers = self.ask("/v1/messages", self.messages("too long"))
+        self.assertEqual((status, headers["x-should-retry"]), (400, "false"))
+        self.assertEqual(json.loads(text)["error"]["type"], "invalid_request_error")
+        status, text, _ = self.ask("/v1/nothing", {})
+        self.assertEqual((status, json.loads(text)["error"]["type"]), (404, "not_found_error"))
+        status, text, _ = self.ask("/v1/messages/nothing", {})
+        self.assertEqual((status, json.loads(text)["type"]), (404, "error"))
+
+    def test_a_stream_that_breaks_ends_in_an_error_and_not_as_an_answer(self):
+        self.start(*self.openai)
+        for path, body, end in (("/v1/chat/completions", self.chat, "[DONE]"),
+                                ("/v1/messages", self.messages, "message_stop")):
+            with self.subTest(path), self.assertRaises(http.client.IncompleteRead) as caught:
+                self.ask(path, body("breaks", stream=True))
+            text = caught.exception.partial.decode()
+            self.assertIn("so", text)
+            self.assertIn("it broke", text)
+            self.assertNotIn(end, text)
+
+    def test_a_client_that_leaves_takes_its_request_with_it(self):
+        self.start(*self.openai)
+        for question, stream in (("hold", False), ("hold", True), ("hold after text", True)):
+            with self.subTest(question=question, stream=stream):
+                Upstream.left.clear()
+                body = json.dumps(self.chat(question, stream=stream)).encode()
+                with socket.create_connection(("127.0.0.1", self.port)) as client:
+                    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n"
+                                   b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                                   % (self.port, len(body), body))
+                    if question == "hold":
+                        before = len(Upstream.asked)
+                        deadline = time.monotonic() + 10
+                        while time.monotonic() < deadline and not any(
+                                it["body"]["messages"][-1]["content"] == question
+                                for it in Upstream.asked[before - 1:]):
+                            time.sleep(0.01)
+                    else:
+                        self.assertIn(b"HTTP/1.1 200", client.recv(100))
+                begin = time.monotonic()
+                self.assertTrue(Upstream.left.wait(10))
+                self.assertLess(time.monotonic() - begin, 1 if "SANITIZED" not in os.environ else 5)
+
+    # Its own affairs
+
+    def test_it_runs_until_it_is_told_to_stop(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(signal=number):
+                process = self.start(*self.openai, "--json", "summary.json")
+                self.assertEqual(self.address["anthropic_url"] + "/v1", self.address["url"])
+                self.ask("/v1/chat/completions", self.chat("text"))
+                process.send_signal(number)
+                out, err = process.communicate(timeout=20)
+                self.assertEqual((process.returncode, out), (0, ""), err)
+                self.assertIn("prefix cached: 10 tokens", err)
+                self.assertIn("1 answered, 0 failed", err)
+                summary = json.loads((self.dir / "summary.json").read_text())
+                self.assertEqual((summary["requests"], summary["answered"]), (1, 1))
+
+    def test_a_port_and_a_token_of_ones_own(self):
+        (self.dir / "token").write_text("tok-0123456789\n")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.start(*self.openai, "--listen", f"127.0.0.1:{port}", "--token-file", "token")
+        self.assertEqual(self.port, port)
+        status, text, headers = self.ask("/v1/models", Authorization="Bearer wrong-0123456789")
+        self.assertEqual((status, headers["WWW-Authenticate"]), (401, "Bearer"))
+        self.assertNotIn("0123456789", text)
+        for name, value in (("Authorization", "Bearer tok-0123456789"), ("x-api-key", "tok-0123456789")):
+            self.assertEqual(self.ask("/v1/models", **{name: value})[0], 200)
+        code, _, err = self.child("true", options=["--listen", str(port)])
+        self.assertEqual(code, 2)
+        self.assertIn(f"cannot listen at 127.0.0.1 port {port}", err)
+
+    def test_bad_usage_is_said_before_anything_is_run(self):
+        for options, words in ((["--listen", "0.0.0.0:0"], "--token-file"),
+                               (["--listen", "127.0.0.1:99999"], "HOST:PORT"),
+                               (["--token-file", "none"], "cannot read a token"),
+                               (["--parity", "3"], "--parity")):
+            with self.subTest(options):
+                code, _, err = self.child("true", options=options)
+                self.assertEqual(code, 2)
+                self.assertIn(words, err)
+        code, _, err = self.child("no-such-program-here")
+        self.assertEqual(code, 2)
+        self.assertIn("there is no program 'no-such-program-here'", err)
+        process = self.popen([*self.openai, "--"])
+        self.assertIn("no command behind --", process.communicate(timeout=20)[1])
+        self.assertEqual(process.returncode, 2)
+        self.assertEqual(Upstream.asked, [])
+
+    # The child
+
+    SHOW = ("import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:], "
+            "sorted(map(int, os.listdir('/proc/self/fd'))) if os.path.exists('/proc/self/fd') else []]))")
+
+    def test_a_child_is_led_to_the_gateway_and_only_the_child(self):
+        (self.dir / "model").mkdir()
+        code, out, err = self.child(sys.executable, "-c", self.SHOW, "--url", "--", "x y",
+                                    options=["--model", "model"],
+                                    env={"http_proxy": "http://127.0.0.1:1", "NO_PROXY": "a"})
+        self.assertEqual(code, 0, err)
+        env, arguments, descriptors = json.loads(out)  # and nothing else is on its stdout
+        self.assertEqual(arguments, ["--url", "--", "x y"])
+        url = env["ANTHROPIC_BASE_URL"]
+        self.assertRegex(url, r"^http://127\.0\.0\.1:\d+$")
+        for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "REMOTE_OPENAI_BASE_URL"):
+            self.assertEqual(env[name], url + "/v1")
+        self.assertEqual(f'http://{env["LOCAL_SERVER_ENDPOINT"]}:{env["LOCAL_SERVER_PORT"]}', url)
+        for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "REMOTE_OPENAI_API_KEY"):
+            self.assertEqual(env[name], "evalrt")
+        self.assertEqual(env["REMOTE_OPENAI_TOKENIZER_PATH"], "model")
+        self.assertEqual(env["NO_PROXY"], "a,127.0.0.1,localhost")
+        self.assertEqual(env["no_proxy"], "127.0.0.1,localhost")
+        self.assertLessEqual(set(descriptors), {0, 1, 2, 3})  # 3: the listing itself
+        self.assertIn("0 answered, 0 failed", err)
+
+    def test_keys_that_are_set_stay_unless_there_is_a_token(self):
+        (self.dir / "token").write_text("tok")
+        keys = {"OPENAI_API_KEY": KEY, "ANTHROPIC_API_KEY": KEY}
+        _, out, _ = self.child(sys.executable, "-c", self.SHOW, env=keys)
+        self.assertEqual(json.loads(out)[0]["OPENAI_API_KEY"], KEY)
+        _, out, err = self.child(sys.executable, "-c", self.SHOW, env=keys,
+                                 options=["--token-file", "token"])
+        for name in keys:
+            self.assertEqual(json.loads(out)[0][name], "tok")
+        self.assertNotIn(KEY, err)
+
+    def test_a_child_s_questions_are_answered_and_its_exit_code_is_ours(self):
+        script = """
+import json, os, sys, urllib.request
+def ask(question):
+    body = {"messages": [{"role": "user", "content": question}]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+                                     json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+print(ask("text")["usage"]["prompt_tokens"])
+try:
+    ask("too long")
+except urllib.error.HTTPError as error:
+    print(error.code)
+sys.exit(7)
+"""
+        code, out, err = self.child(sys.executable, "-c", script, options=["--json", "s.json"])
+        self.assertEqual((code, out.split()), (7, ["30", "400"]), err)
+        self.assertIn("1 answered, 1 failed (1 context_too_long)", err)
+        self.assertEqual(json.loads((self.dir / "s.json").read_text())["failed"], 1)
+
+    def test_a_child_that_a_signal_ends(self):
+        code, _, _ = self.child("sh", "-c", "kill -9 $$")
+        self.assertEqual(code, 128 + 9)
+
+    def test_signals_go_to_the_child_which_decides(self):
+        script = """
+import signal, sys, time
+def stop(number, _):
+    print("got", number, flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with self.subTest(signal=number):
+                # In a session of its own: no terminal would pass the signal on.
+                process = self.popen([*self.openai, "--", sys.executable, "-c", script],
+                                     start_new_session=True)
+                self.assertEqual(process.stdout.readline(), "ready\n")
+                process.send_signal(number)
+                out, err = process.communicate(timeout=20)
+                self.assertEqual((process.returncode, out), (5, f"got {int(number)}\n"), err)
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux tells a child of its parent's death")
+    def test_a_killed_gateway_takes_its_child_with_it(self):
+        process = self.popen([*self.openai, "--", sys.executable, "-c",
+                              "import os, time; print(os.getpid(), flush=True); time.sleep(60)"])
+        pid = int(process.stdout.readline())
+        process.kill()
+        process.communicate(timeout=20)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and os.path.exists(f"/proc/{pid}"):
+            if "Z" in Path(f"/proc/{pid}/stat").read_text().split(") ")[1][:1]:
+                break
+            time.sleep(0.02)
+        else:
+            self.assertFalse(os.path.exists(f"/proc/{pid}"))
+
+    def test_a_server_of_our_own_is_started_and_not_left_behind(self):
+        model = f"model-{os.getpid()}-{id(self)}"
+        process = self.popen(["--backend", "mlx-server", "--executable", SUPPORT / "fake_openai.py",
+                              "--model", model, "--", "sh", "-c", "echo $OPENAI_BASE_URL; exit 3"])
+        out, err = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 3, err)
+        self.assertIn("/v1", out)
+        rows = subprocess.run(["ps", "-axo", "command="], capture_output=True, text=True).stdout
+        self.assertNotIn(model, rows)
+
+    def test_a_server_that_is_not_there_is_said_and_the_child_not_run(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+            self.openai[-1] = f"http://127.0.0.1:{port}/v1"
+            code, out, err = self.child("echo", "ran")
+        self.assertEqual((code, out), (3, ""), err)
+        self.assertIn("cannot connect", err)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

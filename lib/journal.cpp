@@ -20,6 +20,7 @@
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace evalrt {
 namespace {
@@ -106,6 +107,10 @@ std::string identity_text(const JournalFields& fields) {
         text += fmt::format("{}:{}{}:{}", name.size(), name, value.size(), value);
     return text;
 }
+
+struct KeyHash {
+    std::size_t operator()(const detail::JournalKey& key) const { return std::size_t(key.low); }
+};
 
 constexpr std::size_t read_ahead = 256;
 
@@ -221,6 +226,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                     last_item = begun->last_item;
                     last_outcome = begun->last_outcome;
                     resumed = begun->resumed > 0;
+                    fresh = index.size() == 0;
                 }
                 answer(std::move(handler), std::move(failure));
             });
@@ -248,19 +254,32 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             return inner->async_complete(std::move(request), std::move(on_text),
                                          std::move(handler));
         if (broken || closed) return refuse(std::move(handler));
-        const auto body = sent(request);
-        const auto key = detail::journal_key(identity, request.endpoint, body);
-        const auto decision = index.next(key);
         const auto id = ++last_id;
         auto& live = *(all[id] = std::make_unique<Live>(request.stream, std::move(on_text),
                                                         std::move(handler)));
-        live.entry = decision.entry;
-        live.repeatable = at_temperature_zero(body);
-        live.item = decision.item;
-        if (live.item == 0) {
-            live.item = live.entry->item = ++last_item;
-            group->rows.push_back({live.item, key, decision.occurrence, request.name});
+        detail::JournalDecision decision;
+        if (fresh) {
+            // The file has nothing to serve: the hashing, which costs most, is the thread's.
+            live.item = ++last_item;
+            auto& row = group->rows.emplace_back();
+            row.item = live.item;
+            row.name = request.name;
+            row.request.emplace();
+            row.request->endpoint = request.endpoint;
+            row.request->body = request.body;
             grown();
+        } else {
+            const auto body = sent(request);
+            const auto key = detail::journal_key(identity, request.endpoint, body);
+            decision = index.next(key);
+            live.entry = decision.entry;
+            live.repeatable = at_temperature_zero(body);
+            live.item = decision.item;
+            if (live.item == 0) {
+                live.item = live.entry->item = ++last_item;
+                group->rows.push_back({live.item, key, decision.occurrence, request.name, {}});
+                grown();
+            }
         }
         detail::on_cancel(live.handler, [weak = weak_from_this(), id] {
             if (auto self = weak.lock()) self->cancel(id);
@@ -318,7 +337,9 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         it.response = std::move(response);
         it.row.outcome = ++last_outcome;
         it.row.item = it.live->item;
-        it.row.shared = it.live->repeatable && !it.response.outcome && !filtered(it.response);
+        // With no entry yet the thread will know whether it was repeatable.
+        it.row.shared = (it.live->repeatable || !it.live->entry) && !it.response.outcome &&
+                        !filtered(it.response);
         it.row.source = source;
         group->bytes += it.response.body.size();
         grown();
@@ -349,21 +370,45 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         auto full = std::exchange(group, std::make_shared<Group>());
         for (auto& it : full->ended) it.row.response = &it.response;
         work(
-            [full](std::unique_ptr<detail::JournalFile>& it) -> Failure {
+            [this, full](std::unique_ptr<detail::JournalFile>& it) -> Failure {
                 if (!it) return {JournalErrc::unwritable, "the journal is closed"};
+                for (auto& row : full->rows)
+                    if (row.request) count(row);
                 std::vector<detail::JournalOutcome> outcomes;
                 outcomes.reserve(full->ended.size());
-                for (const auto& one : full->ended) outcomes.push_back(one.row);
+                for (auto& one : full->ended) {
+                    if (!one.live->entry && repeatable.erase(one.row.item) == 0)
+                        one.row.shared = false;
+                    outcomes.push_back(one.row);
+                }
                 return it->write(full->rows, outcomes);
             },
             [this, full](Failure failure) {
                 if (failure) fail(std::move(failure));
+                for (const auto& row : full->rows)
+                    if (row.request) counted(row);
                 for (auto& it : full->ended) deliver(it);
             });
     }
 
+    // On the thread.
+    void count(detail::JournalRow& row) {
+        const auto body = sent(*row.request);
+        row.key = detail::journal_key(identity, row.request->endpoint, body);
+        row.occurrence = counts[row.key]++;
+        if (at_temperature_zero(body)) repeatable.insert(row.item);
+    }
+
+    // Afterwards: the index knows it as if it had counted.
+    void counted(const detail::JournalRow& row) {
+        auto& entry = index.count(row.key, row.occurrence, fresh);
+        entry.item = row.item;
+        entries[row.item] = &entry;
+    }
+
     void deliver(Ended& it) {
         if (broken) return refuse(std::move(it.live->handler));
+        if (!it.live->entry) it.live->entry = entries.extract(it.row.item).mapped();
         auto& entry = *it.live->entry;
         entry.outcome = it.row.outcome;
         entry.failure = it.response.outcome;
@@ -459,7 +504,12 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     std::size_t asked = 0; // of the inner backend, not ended
     bool reading = false, resumed = false, closed = false;
     Failure broken;
-    std::unique_ptr<detail::JournalFile> file; // the worker's
+    bool fresh = false; // nothing in the file can be served to this run
+    std::unordered_map<std::int64_t, detail::JournalEntry*> entries; // of a fresh run, by item
+    // The worker's:
+    std::unique_ptr<detail::JournalFile> file;
+    std::unordered_map<detail::JournalKey, std::uint32_t, KeyHash> counts;
+    std::unordered_set<std::int64_t> repeatable; // items at temperature 0
     std::unique_ptr<Worker> worker;
 };
 
@@ -477,7 +527,10 @@ Journal::~Journal() {
 
 asio::any_io_executor Journal::get_executor() noexcept { return impl_->executor; }
 void Journal::connect(Backend& inner) { impl_->inner = &inner; }
-void Journal::rewind() { impl_->index.rewind(); }
+void Journal::rewind() {
+    impl_->index.rewind();
+    impl_->fresh = false;
+}
 bool Journal::resumed() const { return impl_->resumed; }
 bool Journal::failed() const { return bool(impl_->broken); }
 void Journal::open(OpenHandler handler) { impl_->open(std::move(handler)); }
@@ -488,9 +541,7 @@ void Journal::close(OpenHandler handler) { impl_->close(std::move(handler)); }
 
 bool Journal::holds(const std::vector<const Request*>& requests) const {
     if (impl_->index.size() < requests.size()) return false;
-    const auto hash = [](const detail::JournalKey& key) { return std::size_t(key.low); };
-    std::unordered_map<detail::JournalKey, std::uint32_t, decltype(hash)> counts(requests.size(),
-                                                                                 hash);
+    std::unordered_map<detail::JournalKey, std::uint32_t, KeyHash> counts(requests.size());
     for (const auto* request : requests) {
         const auto key =
             detail::journal_key(impl_->identity, request->endpoint, impl_->sent(*request));

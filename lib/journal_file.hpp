@@ -19,6 +19,7 @@ struct JournalRow { // of an item that this run had not asked before
     JournalKey key;
     std::uint32_t occurrence = 0;
     std::string name;
+    std::optional<Request> request; // whose key and occurrence are not counted yet
 };
 
 struct JournalOutcome {

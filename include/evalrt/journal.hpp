@@ -51,7 +51,8 @@ struct JournalOptions {
 struct JournalRun {
     JournalFields identity;     ///< of model and server: a part of every key, and compared
     std::string server_version; ///< empty: not known
-    std::function<Text(const Request&)> sent; ///< the body as it goes out; empty: as it is
+    /// The body as it goes out; empty: as it is. Called by the journal's own thread, too.
+    std::function<Text(const Request&)> sent;
 };
 
 /// Stands between the callers and another Backend. An item is a request and its occurrence: the

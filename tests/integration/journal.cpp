@@ -617,6 +617,22 @@ TEST_CASE("served text reaches a caller who asked for a stream, once") {
     CHECK(asked.text == asked.response.text);
 }
 
+TEST_CASE("counting from the beginning while requests are under way loses none of them") {
+    Folder folder;
+    Session session(folder / "j");
+    session.hold = true;
+    for (int i = 0; i < 6; ++i) session.ask(question(i % 2 ? "a" : "b"));
+    session.poll();
+    for (int i = 0; i < 3; ++i) session.server.end(i, answer_to(question(i % 2 ? "a" : "b")));
+    session.journal->rewind();
+    for (int i = 3; i < 6; ++i) session.server.end(i, answer_to(question(i % 2 ? "a" : "b")));
+    session.go();
+    for (const auto& it : session.all) CHECK(it.completions == 1);
+    session.hold = false;
+    for (int i = 0; i < 6; ++i) CHECK(session.get(question(i % 2 ? "a" : "b")).from_journal);
+    CHECK(session.server.calls == 6);
+}
+
 TEST_CASE("many are served a few at a time, each once") {
     Folder folder;
     const auto path = folder / "j";

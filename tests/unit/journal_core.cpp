@@ -50,6 +50,15 @@ TEST_CASE("the n-th equal request is the n-th item") {
     CHECK(index.next(other).occurrence == 0);
 }
 
+TEST_CASE("what was counted elsewhere is known as if it had been counted here") {
+    JournalIndex index;
+    for (std::uint32_t i = 0; i < 3; ++i) index.count({1, 2}, i, true).outcome = 10 + i;
+    CHECK(index.next({1, 2}).occurrence == 3);
+    index.rewind();
+    index.count({1, 2}, 3, false).outcome = 13;
+    for (std::int64_t i = 0; i < 4; ++i) CHECK(index.next({1, 2}).outcome == 10 + i);
+}
+
 TEST_CASE("a failure is tried again, unless its class is a final one") {
     for (int i = 1; i <= int(Errc::poison); ++i) {
         const auto errc = Errc(i);

@@ -58,6 +58,12 @@ public:
         return decision;
     }
 
+    /// Takes over what was counted elsewhere; `asked`: it counts for next() as well.
+    JournalEntry& count(JournalKey key, std::uint32_t occurrence, bool asked) {
+        if (asked) ++entries_[{key, 0}].asked;
+        return entries_[{key, occurrence}].entry;
+    }
+
     /// What next() would say for this occurrence.
     JournalDecision decide(JournalKey key, std::uint32_t occurrence) const {
         const auto it = entries_.find({key, occurrence});

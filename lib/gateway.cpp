@@ -20,6 +20,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <new>
 #include <set>
 #include <stdexcept>
 #include <unordered_map>
@@ -204,6 +206,7 @@ private:
     asio::awaitable<void> ask_server();
     asio::awaitable<bool> whole(const std::shared_ptr<Job>& job);
     asio::awaitable<bool> stream(const std::shared_ptr<Job>& job, const Asked& asked);
+    void leave(const std::shared_ptr<Job>& job, bool delivered);
     bool mine(const Job& job) const { return !gone_ && job.listener == this; }
 
     static constexpr std::size_t read_ahead = 64 << 10; // of what comes while a request runs
@@ -385,7 +388,6 @@ asio::awaitable<void> Session::ask_server() {
     request.endpoint = call_.endpoint;
     request.body = std::move(parser_->get().body());
     request.plain = true;
-    job->listener = this;
     ++impl_->stats.open;
     options().server->async_complete(
         std::move(request), {},
@@ -399,6 +401,7 @@ asio::awaitable<void> Session::ask_server() {
                                     impl->check_closed();
                                 })));
     fill();
+    job->listener = this;
     while (!job->done && !gone_) co_await wait(Clock::time_point::max());
     job->listener = nullptr;
     if (!job->done) job->cancel.emit(asio::cancellation_type::terminal);
@@ -427,16 +430,22 @@ asio::awaitable<void> Session::ask_model() {
     job->linger.cancel();
     fill();
     bool delivered = false;
-    if (asked.stream)
-        delivered = co_await stream(job, asked);
-    else
-        delivered = co_await whole(job);
-    if (job->listener != this) { // the client has asked again elsewhere
-        close();
-    } else {
-        const auto waited = Clock::now() - asked_at_ + std::chrono::milliseconds(100);
-        impl_->leave(job, delivered, call_.patience.count() > 0 && waited >= call_.patience);
+    try {
+        if (asked.stream)
+            delivered = co_await stream(job, asked);
+        else
+            delivered = co_await whole(job);
+    } catch (...) { // out of memory: the job must not tell us any more
+        leave(job, false);
+        throw;
     }
+    leave(job, delivered);
+}
+
+void Session::leave(const std::shared_ptr<Job>& job, bool delivered) {
+    if (job->listener != this) return close(); // the client has asked again elsewhere
+    const auto waited = Clock::now() - asked_at_ + std::chrono::milliseconds(100);
+    impl_->leave(job, delivered, call_.patience.count() > 0 && waited >= call_.patience);
 }
 
 asio::awaitable<bool> Session::whole(const std::shared_ptr<Job>& job) {
@@ -525,7 +534,11 @@ asio::awaitable<void> Core::accept() {
             if (!ec) {
                 error_code ignored;
                 socket.set_option(Tcp::no_delay(true), ignored);
-                std::make_shared<Session>(shared_from_this(), std::move(socket))->start();
+                try {
+                    std::make_shared<Session>(shared_from_this(), std::move(socket))->start();
+                } catch (const std::bad_alloc&) {
+                    // It is closed, and the others go on.
+                }
                 continue;
             }
         }

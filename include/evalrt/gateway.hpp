@@ -32,7 +32,7 @@ struct GatewayOptions {
     std::chrono::milliseconds body_time{30'000};   ///< without a byte of the body
     std::chrono::milliseconds idle_time{75'000};   ///< between two requests of a connection
     std::chrono::milliseconds write_time{60'000};  ///< for a client to take what is written
-    std::chrono::milliseconds linger{900};         ///< a request whose client has gone
+    std::chrono::milliseconds linger{700};         ///< a request whose client has gone
     /// The same, of a client that had said how long it waits (x-stainless-read-timeout) and has
     /// waited so long: it will ask again.
     std::chrono::milliseconds retry_linger{10'000};

@@ -111,7 +111,7 @@ public:
                                                   : exit_backend;
         }
         describe(options);
-        front.model = options.model.empty() ? runtime_->model() : options.model;
+        front.model = options.model;
         front.server = &runtime_->server();
         front.in_flight = [this] { return runtime_->backend().stats().in_flight; };
         front.on_answer = [this](const Response& response) { answered(response); };
@@ -213,12 +213,15 @@ private:
         std::string failures;
         for (const auto& [errc, count] : report_.failures())
             failures += fmt::format("{}{} {}", failures.empty() ? " (" : ", ", count, name(errc));
-        print(fmt::format("{} answered, {} failed{}{} in {:.1f} s", report_.answered(),
-                          report_.failed(), failures.empty() ? "" : failures + ")",
-                          report_.not_run > 0
-                              ? fmt::format(", {} given up by their clients", report_.not_run)
-                              : "",
-                          wall));
+        print(fmt::format(
+            "{} answered{}, {} failed{}{} in {:.1f} s", report_.answered(),
+            report_.from_journal() > 0
+                ? fmt::format(" ({} of them from the journal)", report_.from_journal())
+                : "",
+            report_.failed(), failures.empty() ? "" : failures + ")",
+            report_.not_run > 0 ? fmt::format(", {} given up by their clients", report_.not_run)
+                                : "",
+            wall));
         if (common_.json.empty()) return;
         std::ofstream file(common_.json);
         file << report_.json(runtime_->backend().stats(), wall) << '\n';

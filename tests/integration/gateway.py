@@ -491,6 +491,26 @@ sys.exit(7)
         self.assertIn("1 answered, 1 failed (1 context_too_long)", err)
         self.assertEqual(json.loads((self.dir / "s.json").read_text())["failed"], 1)
 
+    def test_with_a_journal_a_second_run_asks_only_for_the_rest(self):
+        script = """
+import json, os, sys, urllib.request
+for question in sys.argv[1:]:
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+                                     json.dumps(body).encode(), {"Content-Type": "application/json"})
+    print(len(urllib.request.urlopen(request).read()))
+"""
+        command = (sys.executable, "-c", script, "a", "b")
+        code, first, err = self.child(*command, options=["--journal", "j"])
+        self.assertEqual(code, 0, err)
+        asked = len(Upstream.asked)
+        code, second, err = self.child(*command, "c", options=["--journal", "j"])
+        self.assertEqual(code, 0, err)
+        self.assertIn("3 answered (2 of them from the journal), 0 failed", err)
+        self.assertEqual(len(second.split()), 3)
+        questions = [it["body"]["messages"][-1]["content"] for it in Upstream.asked[asked:]]
+        self.assertEqual([it for it in questions if it in "abc"], ["c"])
+
     def test_a_child_that_a_signal_ends(self):
         code, _, _ = self.child("sh", "-c", "kill -9 $$")
         self.assertEqual(code, 128 + 9)

@@ -93,6 +93,10 @@ if wanted real; then
         --tools-template "$ROOT/tests/data/tool-chat-template.jinja" >&2
     "$ENGINE/bin/python" "$ROOT/tests/real/mlx_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
         --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" --data "$BFCL_DATA" || failed+=("real: mlx_server")
+    clients=$(make_venv_for gateway-clients "$ROOT/tests/real/gateway_clients.py") || exit 2
+    say "real: the gateway's clients, the packages openai and anthropic"
+    "$clients/bin/python" "$ROOT/tests/real/gateway_clients.py" --evalrt "$(build_dir release)/bin/evalrt" \
+        --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" || failed+=("real: gateway_clients")
     say "real: llama.cpp's server"
     setup_llama
     python3 "$ROOT/tests/real/llama_server.py" --evalrt "$(build_dir release)/bin/evalrt" \

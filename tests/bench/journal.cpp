@@ -107,13 +107,13 @@ struct Cost {
     std::size_t done = 0, served = 0;
 };
 
-// As a suite: a few thousand at once, those in flight are the scheduler's business.
-Cost ask(asio::io_context& io, Backend& backend, std::size_t count) {
+// Suite by suite: all of one at once, those in flight are the scheduler's business.
+Cost ask(asio::io_context& io, Backend& backend, std::size_t count, std::size_t suite = 2000) {
     Cost cost;
     const auto start = Clock::now();
     const auto cpu = cpu_seconds();
     for (std::size_t i = 0; i < count;) {
-        for (const auto end = std::min(i + 2000, count); i < end; ++i)
+        for (const auto end = std::min(i + suite, count); i < end; ++i)
             backend.async_complete(request_of(i), {}, [&](error_code code, const Response& it) {
                 must(code, it.detail);
                 ++cost.done;
@@ -187,7 +187,7 @@ double rate(const std::string& path, const char* url, std::size_t count, unsigne
         journal->connect(scheduler);
     }
     Backend& front = journal ? static_cast<Backend&>(*journal) : scheduler;
-    const auto cost = ask(io, front, count);
+    const auto cost = ask(io, front, count, count);
     journal.reset();
     remove(path);
     return double(count) / cost.seconds;

@@ -7,21 +7,18 @@ JSON lines on stdout, a table on stderr; exit code 1 if a goal is missed. Times 
 """
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from client import Bench
+
 # What a sample may cost beside a request of some 25 us, and what must not be noticed.
 GOALS = {"cpu_us": (12, "CPU of a sample, us"), "file_ratio": (1.3, "file size by the answers' bytes"),
          "ready_seconds": (1.0, "100,000 items: open and decide, s"),
          "lost_rate": (0.15, "share of the client's rate, 64 in flight")}
-
-
-def on_cpu(n, argv):
-    return ["taskset", "-c", str(n), *argv] if sys.platform == "linux" and os.cpu_count() > 1 else argv
 
 
 def main():
@@ -31,7 +28,7 @@ def main():
     args = parser.parse_args()
     bench = str(args.bin / "bench_journal")
     memory, rates = [], []
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         def run(argv):
             done = subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, text=True)
             if done.returncode:
@@ -39,16 +36,14 @@ def main():
             print(done.stdout, end="", flush=True)
             return json.loads(done.stdout)
 
-        server = subprocess.Popen(on_cpu(0, [str(args.bin / "bench_server"), "body", "850"]),
-                                  stdout=subprocess.PIPE, text=True)
+        bench_servers = Bench(args, Path(folder))
         try:
-            url = f"http://127.0.0.1:{int(server.stdout.readline())}/v1"
+            url = bench_servers.nginx()
             for _ in range(args.rounds):
                 memory.append(run([bench, "memory", "100000"]))
-                rates.append(run([bench, url, "20000", "64"]))  # its thread goes where there is room
+                rates.append(run([bench, url, "30000", "64"]))  # its thread goes where there is room
         finally:
-            server.kill()
-            server.wait()
+            bench_servers.close()
     median = {"cpu_us": statistics.median(it["cpu_us"] for it in memory),
               "file_ratio": statistics.median(it["file_ratio"] for it in memory),
               "ready_seconds": statistics.median(it["open_seconds"] + it["decide_seconds"] for it in memory),

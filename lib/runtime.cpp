@@ -286,9 +286,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 if (auto failure = co_await begin_journal()) co_return failure;
                 if (options.enough && options.enough(*journal)) co_return without_server();
             }
-            Request probe = one_token();
-            auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
-            if (ec) co_return Failure{ec, response.detail};
+            if (auto failure = co_await first_token()) co_return failure;
         }
         if (journal && starts) {
             if (version.empty()) co_await learn_version();
@@ -346,6 +344,28 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                                     "say so: mind its length",
                                     row.name));
         co_return Failure{};
+    }
+
+    // Of a server that runs; it may be busy, or only just starting.
+    asio::awaitable<Failure> first_token() {
+        detail::RetryTable table(options.retry);
+        detail::RetryState state;
+        for (;;) {
+            Request probe = one_token();
+            auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
+            if (!ec) co_return Failure{};
+            const Failure failure{ec, response.detail};
+            if (!response.outcome ||
+                detail::remedy(*response.outcome, response.status) != detail::Remedy::pause)
+                co_return failure;
+            const auto verdict = table.decide(response, false, state);
+            if (!verdict.again) co_return failure;
+            say(fmt::format("the server does not take requests yet ({}); it is asked again",
+                            response.detail));
+            pause.expires_after(verdict.delay);
+            auto [stopped] = co_await pause.async_wait(token());
+            if (stopped) co_return Failure{stopped, {}};
+        }
     }
 
     // Ours, up to its first token.
@@ -415,6 +435,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                                          ? "the server did not answer any more"
                                          : fmt::format("the server has ended ({})", how);
             Failure failure{Errc::exited, last_lines(self->output)};
+            const auto since = Clock::now();
             while (failure && in_row < self->options.restarts) {
                 self->say(fmt::format("{}; it is started again, {} requests are asked again", what,
                                       before.in_flight));
@@ -425,6 +446,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 const auto port = self->process->port();
                 if (!self->closing) failure = co_await self->start(port);
                 if (self->closing) co_return;
+                // Its port may be held by connections of before, for a minute.
+                if (failure.code == Errc::unreachable &&
+                    Clock::now() - since < std::chrono::seconds(75))
+                    in_row = std::min(in_row, self->options.restarts - 1);
                 if (failure) self->output = self->process->last_output();
             }
             if (failure)

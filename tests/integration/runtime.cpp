@@ -54,8 +54,8 @@ struct Stack {
     }
 
     template <class Done>
-    void run_until(Done done) {
-        const auto limit = Clock::now() + 60s;
+    void run_until(Done done, std::chrono::seconds patience = 60s) {
+        const auto limit = Clock::now() + patience;
         io.restart();
         while (!done() && Clock::now() < limit) io.run_one_for(100ms);
         REQUIRE(done());
@@ -68,7 +68,7 @@ struct Stack {
     }
 
     // All of them, in any order of their ends.
-    void ask_all(const std::vector<std::string>& questions) {
+    void ask_all(const std::vector<std::string>& questions, std::chrono::seconds patience = 60s) {
         answers.assign(questions.size(), {});
         std::size_t ended = 0;
         for (std::size_t i = 0; i < questions.size(); ++i)
@@ -77,7 +77,7 @@ struct Stack {
                                                   answers[i] = std::move(response);
                                                   ++ended;
                                               });
-        run_until([&] { return ended == questions.size(); });
+        run_until([&] { return ended == questions.size(); }, patience);
     }
 };
 
@@ -154,4 +154,36 @@ TEST_CASE("a runtime may be closed or destroyed while its server is started agai
         stack.runtime->async_close([&](error_code) { closed = true; });
         stack.run_until([&] { return closed && ended == 3; });
     }
+}
+
+TEST_CASE("a server at a URL that is busy at first is waited for") {
+    Stack server;
+    server.open();
+    Stack stack;
+    stack.options.url = server.runtime->url();
+    const auto busy = server.folder / "asked.busy";
+    std::ofstream(busy) << "xx";
+    const auto open = [&](unsigned attempts) {
+        stack.options.retry.attempts = attempts;
+        stack.runtime = std::make_unique<Runtime>(server.io.get_executor(), stack.options);
+        std::optional<error_code> opened;
+        stack.runtime->async_open([&](error_code ec, std::string) { opened = ec; });
+        server.run_until([&] { return opened.has_value(); });
+        stack.runtime.reset();
+        return *opened;
+    };
+    CHECK_FALSE(open(3));
+    CHECK(stack.said.size() >= 2);
+    std::ofstream(busy) << "x";
+    CHECK(open(1) == Errc::overloaded); // no retries, no patience
+}
+
+// Takes a minute: the kernel holds the port of connections that the server has closed.
+TEST_CASE("a server whose port is still held is started again when it is free", "[.minute]") {
+    Stack stack;
+    stack.options.model = "holds-its-port";
+    stack.open();
+    stack.ask_all({"one", "die once"}, 150s);
+    for (const auto& answer : stack.answers) CHECK_FALSE(answer.outcome);
+    CHECK(stack.runtime->restarts() == 1);
 }

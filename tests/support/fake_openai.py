@@ -28,6 +28,17 @@ running = 0
 hung = threading.Event()
 
 
+def busy():
+    """Whether the test has asked for one more refusal: a byte of this file each."""
+    try:
+        with lock, open(os.environ.get("FAKE_OPENAI_LOG", "") + ".busy", "r+b") as file:
+            left = file.seek(0, os.SEEK_END)
+            file.truncate(max(left - 1, 0))
+            return left > 0
+    except FileNotFoundError:
+        return False
+
+
 def first_time():
     """Whether no server before this one came here."""
     try:
@@ -73,6 +84,8 @@ class Handler(BaseHTTPRequestHandler):
                 running -= 1
 
     def reply(self, body, question):
+        if busy():
+            return self.answer(503, json.dumps({"error": {"message": "warming up"}}))
         if question == "fail":
             return self.answer(400, json.dumps({"error": {"message": "this one is refused"}}))
         if question.startswith("fail once") and not os.path.exists("failed-once"):
@@ -122,6 +135,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
+    allow_reuse_address = args.model != "holds-its-port"
     request_queue_size = 5  # as mlx_lm.server
     daemon_threads = True
 

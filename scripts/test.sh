@@ -42,6 +42,8 @@ if [ -n "$compiled" ]; then
 fi
 
 if [ $full = yes ] && wanted integration; then
+    say "tests that take a minute"
+    "$(build_dir dev)/bin/test_runtime" "[.minute]" || failed+=("integration: runtime")
     if ! on_mac; then install_packages strace; fi
     say "a journal's run, killed at 50 moments; each write to its disk failing in turn"
     python3 "$ROOT/tests/integration/journal.py" "$(build_dir dev)/bin/evalrt" --kills 50 \

@@ -14,6 +14,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <cstdlib>
@@ -39,7 +40,7 @@ using namespace evalrt;
 
 // A field that goes where old callers' structs have padding would read what they left there.
 static_assert(sizeof(evalrt_config) == offsetof(evalrt_config, journal) + sizeof(char*));
-static_assert(sizeof(evalrt_request) == offsetof(evalrt_request, session) + sizeof(char*));
+static_assert(sizeof(evalrt_request) == offsetof(evalrt_request, name) + sizeof(char*));
 static_assert(sizeof(evalrt_event) == offsetof(evalrt_event, attempts) + sizeof(std::uint64_t));
 static_assert(sizeof(evalrt_code) == 4 && sizeof(evalrt_kind) == 4);
 
@@ -64,7 +65,7 @@ evalrt_code code_of(Errc errc) {
 evalrt_code code_of(error_code code) {
     if (code == asio::error::operation_aborted) return EVALRT_CANCELLED;
     if (code == asio::error::invalid_argument) return EVALRT_INVALID;
-    if (code.category() == journal_category()) return EVALRT_INVALID;
+    if (code.category() == journal_category()) return EVALRT_JOURNAL;
     return code.category() == category() ? code_of(Errc(code.value())) : EVALRT_INTERNAL;
 }
 
@@ -218,6 +219,7 @@ Request request_of(const evalrt_request& given) {
                    : given.messages_json ? chat_body(given)
                                          : whole_body(given);
     request.session = string_of(given.session);
+    request.name = string_of(given.name);
     request.turn = int(given.turn);
     request.deadline = std::chrono::milliseconds(given.timeout_ms);
     request.stream = given.stream;
@@ -285,6 +287,7 @@ private:
     void start(std::unique_ptr<Call> call);
     void ended(evalrt_id id, Response response);
     void record(const Response& response);
+    void look();
     void watch();
     void end_all();
     void stop_if_idle();
@@ -299,6 +302,7 @@ private:
     bool starts_server_;
     bool ending_ = false;
     bool released_ = false; // from a callback: the loop frees all when it ends
+    Failure journal_failure_;
 
     mutable std::mutex mutex_; // of these:
     std::vector<std::unique_ptr<Call>> inbox_;
@@ -318,7 +322,10 @@ evalrt_runtime::evalrt_runtime(const evalrt_config& config)
     auto options = options_of(config);
     starts_server_ = options.url.empty();
     options.log = [this](std::string_view line) { log(line); };
-    options.journal.on_failure = [this](const Failure& failure) { log(failure.detail); };
+    options.journal.on_failure = [this](Failure failure) {
+        journal_failure_ = std::move(failure);
+        log(journal_failure_.detail);
+    };
     report_.backend = options.backend;
     report_.order = options.order == Order::fifo ? "fifo" : "planned";
     runtime_ = std::make_unique<Runtime>(io_.get_executor(), std::move(options));
@@ -351,6 +358,8 @@ void evalrt_runtime::on_open() {
         const std::lock_guard lock(mutex_);
         report_.model = model;
         report_.max_in_flight = runtime_->row().in_flight;
+        if (!runtime_->server_version().empty())
+            report_.server_version = runtime_->server_version();
         report_.describe(runtime_->row());
     }
     if (starts_server_) watch();
@@ -427,6 +436,8 @@ void evalrt_runtime::ended(evalrt_id id, Response response) {
     evalrt_error error{};
     if (response.outcome) {
         error = {code_of(*response.outcome), std::move(response.detail)};
+        if (journal_failure_ && response.outcome == Errc::cancelled)
+            error = {EVALRT_JOURNAL, journal_failure_.detail};
         if (error.message.empty()) error.message = make_error_code(*response.outcome).message();
         event.error = &error;
     }
@@ -442,18 +453,27 @@ void evalrt_runtime::record(const Response& response) {
         ++report_.not_run;
     else
         report_.add(response);
-    stats_ = runtime_->backend().stats();
-    running_ = runtime_->running();
+    look();
     last_ = Clock::now();
 }
 
-// The library does not tell when the server ends, and evalrt_running() must not wait for the loop.
+// What the summary says of the scheduler and the server; holds the mutex.
+void evalrt_runtime::look() {
+    stats_ = runtime_->backend().stats();
+    running_ = runtime_->running();
+    report_.max_in_flight = std::max(report_.max_in_flight, stats_.most_limit);
+    report_.server_restarts = runtime_->restarts();
+    if (report_.server_output != runtime_->server_output())
+        report_.server_output = runtime_->server_output();
+}
+
+// The library does not tell when the server ends or is there again, and evalrt_running() must not
+// wait for the loop.
 void evalrt_runtime::watch() {
     if (!runtime_) return;
     {
         const std::lock_guard lock(mutex_);
-        running_ = runtime_->running();
-        if (!running_) return;
+        look();
     }
     watch_.expires_after(std::chrono::milliseconds(100));
     watch_.async_wait([this](error_code code) {

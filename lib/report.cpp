@@ -143,6 +143,7 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
                                                                  : json::value(nullptr)},
                       {"expected", sum(expected_)},
                       {"maximum", sum(maximum_)}}},
+        {"prefix_cached", prefix_cached()},
         {"completion_tokens", sum(completion_)},
         {"ttft_ms", percentiles(ttft_)},
         {"inter_token_ms", percentiles(inter_token_)},

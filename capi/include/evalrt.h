@@ -63,7 +63,8 @@ typedef enum evalrt_code {
     EVALRT_TIMED_OUT = 11,       /* too slow: retry or raise the limit */
     EVALRT_CANCELLED = 12,       /* you cancelled it or closed the runtime */
     EVALRT_POISON = 13,          /* the server died each time this ran: leave it out */
-    EVALRT_INTERNAL = 14         /* our bug, or out of memory */
+    EVALRT_INTERNAL = 14,        /* our bug, or out of memory */
+    EVALRT_JOURNAL = 15          /* it is refused or cannot be written: read why; nothing is lost */
 } evalrt_code;
 
 typedef struct evalrt_config {
@@ -83,7 +84,7 @@ typedef struct evalrt_config {
     void (*EVALRT_NULLABLE on_log)(void* EVALRT_NULLABLE log_user, const char* line);
     void* EVALRT_NULLABLE log_user; /* known until evalrt_release returns */
     /* File that keeps every answer before its EVALRT_DONE; what it has is not asked again. One that
-     * is damaged, in use or of another configuration is refused with EVALRT_INVALID. */
+     * is damaged, in use or of another configuration is refused with EVALRT_JOURNAL. */
     const char* EVALRT_NULLABLE journal; /* default: none */
 } evalrt_config;
 
@@ -104,6 +105,7 @@ typedef struct evalrt_request {
     uint32_t turn;                       /* within its session */
     bool stream;                         /* send EVALRT_TEXT events, if the server streams */
     const char* EVALRT_NULLABLE session; /* the turns of one conversation share it */
+    const char* EVALRT_NULLABLE name;    /* what you call it; for the journal, never sent */
 } evalrt_request;
 
 typedef enum evalrt_kind { EVALRT_TEXT = 1, EVALRT_DONE = 2 } evalrt_kind;

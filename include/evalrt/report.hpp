@@ -61,7 +61,7 @@ public:
     /// "prefix cached: 1234 tokens (...)", or n/a and why.
     std::string prefix_cached() const;
 
-    /// The run summary: one JSON object.
+    /// The run summary: one JSON object, in which "prefix_cached" is that line.
     std::string json(const SchedulerStats& stats, double wall_seconds) const;
 
 private:

@@ -6,9 +6,11 @@
 #include <dirent.h>
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -250,6 +252,7 @@ static void failures(void) {
     submit(&last, "die");
     wait_for(&last);
     CHECK(last.code == EVALRT_POISON && strstr(last.message, "twice"));
+    while (!evalrt_running(runtime)) usleep(1000); /* without another request */
     Call after = {.runtime = runtime};
     submit(&after, "anyone there?");
     wait_for(&after);
@@ -580,33 +583,6 @@ static void check_summary(evalrt_runtime* runtime, const char* const* members) {
     evalrt_string_free(text);
 }
 
-static void journal(void) {
-    char folder[] = "/tmp/evalrt-capi-XXXXXX", path[64], command[96];
-    CHECK(mkdtemp(folder));
-    snprintf(path, sizeof path, "%s/journal", folder);
-    evalrt_config config = with_server("small");
-    config.journal = path;
-    for (int session = 0; session < 2; ++session) {
-        Call call = {.runtime = open_with(config)};
-        submit(&call, "hi");
-        wait_for(&call);
-        const char* members[] = {session ? "\"from_journal\":1" : "\"from_journal\":0",
-                                 "\"answered\":1", NULL};
-        check_summary(call.runtime, members);
-        if (session) {
-            evalrt_runtime* second = NULL;
-            CHECK_ERROR(evalrt_open(&config, &second), EVALRT_INVALID, "in use by the process");
-        }
-        evalrt_close(call.runtime);
-        evalrt_release(call.runtime);
-    }
-    config.max_context = 77;
-    evalrt_runtime* changed = NULL;
-    CHECK_ERROR(evalrt_open(&config, &changed), EVALRT_INVALID, "max_context was \"4096\"");
-    snprintf(command, sizeof command, "rm -r %s", folder);
-    CHECK(system(command) == 0);
-}
-
 static void summary(void) {
     evalrt_config config = with_server("small");
     config.max_in_flight = 3;
@@ -636,6 +612,84 @@ static void summary(void) {
     const char* at_the_end[] = {"\"requests\":4", "\"answered\":2", "\"not_run\":1", NULL};
     check_summary(runtime, at_the_end);
     evalrt_release(runtime);
+}
+
+static bool summary_has(evalrt_runtime* runtime, const char* words) {
+    char* text = NULL;
+    CHECK_OK(evalrt_summary(runtime, &text));
+    const bool has = strstr(text, words);
+    evalrt_string_free(text);
+    return has;
+}
+
+static void summary_of_restarts(void) {
+    Call call = {.runtime = open_server()};
+    submit(&call, "die");
+    wait_for(&call);
+    /* Without another request. */
+    while (!summary_has(call.runtime, "\"server_restarts\":2")) usleep(1000);
+    const char* rest[] = {"\"failures\":{\"poison\":1}", "Segmentation fault in the engine",
+                          "\"prefix_cached\":\"prefix cached: n/a", NULL};
+    check_summary(call.runtime, rest);
+    CHECK(evalrt_running(call.runtime));
+    evalrt_close(call.runtime);
+    check_summary(call.runtime, rest);
+    evalrt_release(call.runtime);
+}
+
+static void journal(void) {
+    char path[] = "/tmp/evalrt-journal-XXXXXX";
+    CHECK(mkdtemp(path));
+    char file[60];
+    snprintf(file, sizeof file, "%s/journal", path);
+    evalrt_config config = with_server("small");
+    config.journal = file;
+    Call first = {.runtime = open_with(config)}, fails = {.runtime = first.runtime};
+    CHECK_OK(ask(&first, "one", (evalrt_request){.name = "the first"}));
+    submit(&fails, "fail");
+    wait_for(&first);
+    wait_for(&fails);
+    CHECK(first.code == EVALRT_OK && fails.code == EVALRT_REJECTED);
+    CHECK_OPEN(config, EVALRT_JOURNAL, "in use by the process");
+    evalrt_release(first.runtime);
+
+    asked();
+    Call again = {.runtime = open_with(config)}, second = {.runtime = again.runtime};
+    submit(&again, "one");
+    submit(&second, "two");
+    wait_for(&again);
+    wait_for(&second);
+    CHECK(again.code == EVALRT_OK && strcmp(again.text, first.text) == 0);
+    CHECK(again.last.http_status == 200);
+    const char* log = asked();
+    CHECK(strstr(log, "\"two\"") && !strstr(log, "\"one\""));
+    const char* held[] = {"\"answered\":2", "\"from_journal\":1", NULL};
+    check_summary(again.runtime, held);
+    evalrt_release(again.runtime);
+
+    /* The disk is full, as it were. */
+    Call lost = {.runtime = open_with(config)}, late = {.runtime = lost.runtime};
+    struct rlimit limit, none;
+    CHECK(getrlimit(RLIMIT_FSIZE, &limit) == 0);
+    none = limit;
+    none.rlim_cur = 1;
+    signal(SIGXFSZ, SIG_IGN);
+    CHECK(setrlimit(RLIMIT_FSIZE, &none) == 0);
+    submit(&lost, "three");
+    wait_for(&lost);
+    submit(&late, "four");
+    wait_for(&late);
+    CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
+    CHECK(lost.code == EVALRT_JOURNAL && strstr(lost.message, file));
+    CHECK(late.code == EVALRT_JOURNAL);
+    evalrt_release(lost.runtime);
+
+    config.max_context = 77;
+    CHECK_OPEN(config, EVALRT_JOURNAL, "max_context was \"4096\"");
+    config.journal = "/no/such/folder/journal";
+    CHECK_OPEN(config, EVALRT_JOURNAL, "/no/such/folder");
+    snprintf(file, sizeof file, "rm -r %s", path);
+    CHECK(system(file) == 0);
 }
 
 static void two_runtimes(void) {
@@ -700,8 +754,9 @@ static const struct {
     {"NULL and nonsense are errors", nonsense},
     {"a wrong struct_size is an error that says what to do", struct_sizes},
     {"the log gets each line once", log_lines},
-    {"what a journal has is not asked again", journal},
     {"the summary tells the run so far, also after the end", summary},
+    {"the summary tells restarts, and the server's last words", summary_of_restarts},
+    {"a journal answers what it holds, and a wrong one is refused", journal},
     {"two runtimes do not know each other", two_runtimes},
     {"20 runtimes later no thread, descriptor or process is left", nothing_left},
 };

@@ -100,7 +100,8 @@ int main(void) {
     const evalrt_request request = {.messages_json = old_request.messages_json,
                                     .max_tokens = 5,
                                     .timeout_ms = 60000,
-                                    .session = "session"};
+                                    .session = "session",
+                                    .name = "name"};
     for (size_t size = sizeof old_request; size <= sizeof request; size += sizeof(void*))
         ask_with(old, &request, size);
 

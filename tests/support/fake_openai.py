@@ -95,6 +95,14 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(9)
         if question == "hang once" and first_time():
             hung.set()  # the engine's thread has died, the HTTP server goes on
+        if question == "hang up once" and first_time():
+            self.close_connection = True
+            return None
+        if question == "hold":  # until the client goes
+            self.connection.recv(1)
+            return log({"gone": question})
+        if question == "talk":
+            return self.talk(body)
         if args.model == "dies-always" and body.get("max_tokens") != 1:
             os._exit(9)
         if hung.is_set():
@@ -129,6 +137,21 @@ class Handler(BaseHTTPRequestHandler):
         if (body.get("stream_options") or {}).get("include_usage"):
             self.event(head | {"object": "chat.completion", "choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def talk(self, body):
+        """Goes on until the client goes."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        try:
+            while True:
+                delta = {"role": "assistant", "content": "word "}
+                self.event({"id": "chatcmpl-1", "model": body.get("model"), "created": 1,
+                            "object": "chat.completion.chunk",
+                            "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+                time.sleep(0.01)
+        except OSError:
+            log({"gone": "talk"})
 
     def event(self, data):
         self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")

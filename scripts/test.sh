@@ -73,7 +73,34 @@ if [ $full = yes ]; then
     fi
 fi
 
-if wanted swift; then skip swift "there is no Swift package yet"; fi
+# swift_package FOLDER: builds it, against the installed library, and tests it; no package from elsewhere.
+swift_package() {
+    local options=(--package-path "$ROOT/$1" --scratch-path "$ROOT/build/swift/$1" --disable-automatic-resolution)
+    swift build "${options[@]}" --build-tests -Xswiftc -warnings-as-errors >&2 &&
+        EVALRT_TEST_BIN=$(swift build "${options[@]}" --show-bin-path) \
+            swift test "${options[@]}" --skip-build --disable-xctest >&2
+}
+
+if wanted swift; then
+    if ! command -v swift >/dev/null; then
+        skip swift "there is no swift on PATH (https://swift.org/install, 6.0 or later)"
+    else
+        say "build and tests: Swift"
+        setup_engine
+        build release
+        # SwiftPM does not notice another header.
+        installed="$ROOT/build/swift/installed" header=include/evalrt_c/evalrt.h
+        cmp -s "$ROOT/capi/include/evalrt.h" "$installed/$header" || rm -rf "$ROOT/build/swift"
+        cmake --install "$(build_dir release)" --prefix "$installed" >"$EVALRT_CACHE/install.log" ||
+            die "the library cannot be installed in $installed"
+        (
+            libraries=$(dirname "$(find "$installed" -name evalrt_c.pc)")/..
+            export PKG_CONFIG_PATH="$libraries/pkgconfig" LD_LIBRARY_PATH="$libraries"
+            export EVALRT_TEST_SERVER="$ENGINE_SERVER" EVALRT_TEST_MODEL="$ENGINE_MODEL"
+            swift_package capi/swift && swift_package examples/swift
+        ) || failed+=("swift")
+    fi
+fi
 
 if wanted real; then
     setup_engine

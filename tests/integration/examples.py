@@ -50,6 +50,10 @@ class Examples(unittest.TestCase):
         source = (ROOT / "examples" / "ask.cpp").read_text()
         self.assertIn("```cpp\n" + source + "```", (ROOT / "README.md").read_text())
 
+    def test_the_readme_shows_the_swift_example_as_it_is(self):
+        source = (ROOT / "examples" / "swift" / "Sources" / "ask" / "Ask.swift").read_text()
+        self.assertIn("```swift\n" + source + "```", (ROOT / "README.md").read_text())
+
     def test_the_readme_names_no_command_or_option_that_is_not_there(self):
         readme = (ROOT / "README.md").read_text()
         smoke = (ROOT / "scripts" / "eval-throughput-smoke.sh").read_text()

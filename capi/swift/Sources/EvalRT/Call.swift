@@ -27,7 +27,9 @@ final class CStrings {
     /// C would take a NUL for the end.
     func add(_ text: String?, _ name: String) throws(EvalError) -> UnsafePointer<CChar>? {
         guard let text else { return nil }
-        guard !text.utf8.contains(0) else { throw EvalError(.invalid, "the \(name) has a NUL in it") }
+        guard !text.utf8.contains(0) else {
+            throw EvalError(.invalid, "the \(name) has a NUL in it")
+        }
         guard let copy = strdup(text) else { throw EvalError(.internal, "out of memory") }
         all.append(copy)
         return UnsafePointer(copy)

@@ -32,8 +32,8 @@ public struct Configuration: Sendable {
     public var maxInFlight: Int?
     /// How long the server may load its model; `nil`: five minutes.
     public var startupTimeout: Duration?
-    /// A file that keeps every answer, made if it is not there: what it holds is not asked again. One
-    /// of a run with another model, server or settings is refused.
+    /// A file that keeps every answer, made if it is not there: what it holds is not asked again.
+    /// One of a run with another model, server or settings is refused.
     public var journal: String?
     /// Gets what the user should read, a line at a time, on the runtime's own thread, which it must
     /// not keep waiting.

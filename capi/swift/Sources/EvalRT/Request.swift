@@ -75,7 +75,8 @@ public struct Tool: Codable, Hashable, Sendable {
 
     /// The parameters byte for byte.
     var json: String {
-        var text = "{\"type\": \(JSON.quoted(type)), \"function\": {\"name\": \(JSON.quoted(function.name))"
+        var text = "{\"type\": \(JSON.quoted(type)), "
+            + "\"function\": {\"name\": \(JSON.quoted(function.name))"
         if let description = function.description {
             text += ", \"description\": \(JSON.quoted(description))"
         }

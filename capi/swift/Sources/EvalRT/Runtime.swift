@@ -70,7 +70,8 @@ public final class Runtime: Sendable {
         config.port = try unsigned(configuration.port, "port")
         config.max_context = try unsigned(configuration.maxContext, "context")
         config.max_in_flight = try unsigned(configuration.maxInFlight, "number of requests at once")
-        config.startup_timeout_ms = try milliseconds(configuration.startupTimeout, "startup timeout")
+        config.startup_timeout_ms = try milliseconds(configuration.startupTimeout,
+                                                     "startup timeout")
         let log = configuration.log.map(LogSink.init)
         if let log {
             config.log_user = Unmanaged.passUnretained(log).toOpaque()
@@ -92,7 +93,8 @@ public final class Runtime: Sendable {
 
     deinit { evalrt_release(handle) }
 
-    /// False once it is closed, and while the server that it started has ended and is started again.
+    /// False once it is closed, and while the server that it started has ended and is started
+    /// again.
     public var isRunning: Bool { evalrt_running(handle) }
 
     /// Asks, and waits for the whole answer. Cancelling the task takes the request back, from the
@@ -136,6 +138,14 @@ public final class Runtime: Sendable {
             for await (index, result) in group { results[index] = result }
             return results
         }
+    }
+
+    /// Asks, for programs without tasks.
+    ///
+    /// - Parameter done: Called once, on the runtime's own thread, which it must not keep waiting.
+    public func complete(_ request: Request,
+                         done: @escaping @Sendable (Result<Completion, EvalError>) -> Void) {
+        Call(self, onText: nil, done: done).start(request)
     }
 
     /// The text piece by piece; in one piece from a server that does not stream. Throws
@@ -193,8 +203,8 @@ public final class Runtime: Sendable {
         }
     }
 
-    /// As the other, for programs without tasks: the thread waits, unless it is one of the runtime's
-    /// own callbacks.
+    /// As the other, for programs without tasks: the thread waits, unless it is in one of the
+    /// runtime's own callbacks.
     @available(*, noasync, message: "use await close()")
     public func close() { evalrt_close(handle) }
 }

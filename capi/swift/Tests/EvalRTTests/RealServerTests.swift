@@ -5,16 +5,18 @@ import Testing
 
 private let environment = ProcessInfo.processInfo.environment
 
+private let model = environment["EVALRT_TEST_MODEL"]
+private let program = environment["EVALRT_TEST_SERVER"]
+
 /// The real mlx_lm.server (EVALRT_TEST_SERVER) with a real model (EVALRT_TEST_MODEL).
-@Suite(.enabled(if: environment["EVALRT_TEST_SERVER"] != nil && environment["EVALRT_TEST_MODEL"] != nil,
+@Suite(.enabled(if: program != nil && model != nil,
                 "EVALRT_TEST_SERVER and EVALRT_TEST_MODEL are not set"),
        .timeLimit(.minutes(5)))
 struct RealServerTests {
     @Test("a real model answers, streams, batches, reuses prefixes and is interrupted")
     func real() async throws {
-        var configuration = Configuration(backend: "mlx-server",
-                                          model: environment["EVALRT_TEST_MODEL"])
-        configuration.executable = environment["EVALRT_TEST_SERVER"]
+        var configuration = Configuration(backend: "mlx-server", model: model)
+        configuration.executable = program
         let runtime = try await openAgain(configuration)
         var request = chat("What is the capital of France? Answer in one word.")
         request.maxTokens = 12

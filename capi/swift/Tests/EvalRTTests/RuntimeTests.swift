@@ -55,8 +55,8 @@ import Testing
         request.maxTokens = 5
         _ = try await runtime.complete(request)
         #expect(server.lines.last!.contains(
-            #""path": "/v1/completions", "body": {"prompt": "say \"h\u00e4\"\n", "temperature": 0.25, "#
-                + #""max_tokens": 5, "stop": ["x"]"#))
+            #""path": "/v1/completions", "body": {"prompt": "say \"h\u00e4\"\n", "#
+                + #""temperature": 0.25, "max_tokens": 5, "stop": ["x"]"#))
 
         let tool = Tool(name: "weather", description: "Tells it",
                         parameters: JSON(#"{"zone": 1, "area": {"b": 2, "a": [1.50]}}"#))
@@ -70,12 +70,14 @@ import Testing
         #expect(line.contains(#"{"content": "rain", "role": "tool", "tool_call_id": "c1"}"#))
         #expect(line.contains(#""content": "and\u0000now""#))
         #expect(line.contains(#""tools": [{"type": "function", "function": {"name": "weather", "#
-            + #""description": "Tells it", "parameters": {"zone": 1, "area": {"b": 2, "a": [1.5]}}}}]"#))
+            + #""description": "Tells it", "#
+            + #""parameters": {"zone": 1, "area": {"b": 2, "a": [1.5]}}}}]"#))
         #expect(line.contains(#""tool_choice": "auto""#))
 
         _ = try await runtime.complete(.body(
             JSON(#"{"new_field": [1], "messages": [{"content": "raw"}]}"#)))
-        #expect(server.lines.last!.contains(#"{"new_field": [1], "messages": [{"content": "raw"}]"#))
+        #expect(server.lines.last!.contains(
+            #"{"new_field": [1], "messages": [{"content": "raw"}]"#))
     }
 
     @Test("failures are typed, with the server's words") func failures() async throws {
@@ -200,8 +202,7 @@ import Testing
         let url = runtime!.url
         weak let gone = runtime
         let text = try await withCheckedThrowingContinuation { continuation in
-            Call(runtime!, onText: nil) { continuation.resume(with: $0.map(\.text)) }
-                .start(chat("sleep 0.3"))
+            runtime!.complete(chat("sleep 0.3")) { continuation.resume(with: $0.map(\.text)) }
             runtime = nil
         }
         #expect(text == "answer to sleep 0.3 ")
@@ -328,7 +329,8 @@ import Testing
               {"role": "assistant", "content": null, "tool_calls":
                 [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}],
              "tools": [{"type": "function", "function":
-                {"name": "f", "parameters": {"type": "object", "n": 1, "x": 1.5, "b": [true, null]}}}]}
+                {"name": "f", "parameters":
+                    {"type": "object", "n": 1, "x": 1.5, "b": [true, null]}}}]}
             """#).decode(Row.self)
         #expect(row.messages[0] == .user("a/b"))
         #expect(row.messages[1].toolCalls?.first?.function.name == "f")
@@ -342,7 +344,8 @@ import Testing
     @Test("JSON that was given as text stays as it is") func text() throws {
         let tool = Tool(name: "f\"", parameters: JSON(#"{"z": 1e2, "a": 0.10}"#))
         #expect(tool.json
-            == #"{"type": "function", "function": {"name": "f\"", "parameters": {"z": 1e2, "a": 0.10}}}"#)
+            == #"{"type": "function", "function": {"name": "f\"", "#
+            + #""parameters": {"z": 1e2, "a": 0.10}}}"#)
     }
 
     @Test("a time under a millisecond is not the default") func times() throws {

@@ -55,7 +55,8 @@ import Foundation
 
         for (name, pass) in [("one at a time", before), ("all at once", after)] {
             print("\(name): \(pass.answered) of \(requests.count) answered, "
-                + "\(pass.right(suite)) right, \(seconds(pass.wall)) s, \(pass.summary.maxInFlight ?? 1) in flight")
+                + "\(pass.right(suite)) right, \(seconds(pass.wall)) s, "
+                + "\(pass.summary.maxInFlight ?? 1) in flight")
         }
         let same = zip(before.results, after.results)
             .count { (try? $0.get().text) == (try? $1.get().text) }

@@ -48,7 +48,8 @@ private final class Folder {
 
     var log: [Line] {
         let text = try? String(contentsOf: url.appendingPathComponent("log"), encoding: .utf8)
-        return (text ?? "").split(separator: "\n").compactMap { try? JSON(String($0)).decode(Line.self) }
+        return (text ?? "").split(separator: "\n")
+            .compactMap { try? JSON(String($0)).decode(Line.self) }
     }
 }
 

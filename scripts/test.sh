@@ -36,6 +36,7 @@ ctest_preset() {
 
 if [ -n "$compiled" ]; then
     say "build and tests: dev (warnings are errors)"
+    if wanted capi && ! on_mac; then install_packages abigail-tools; fi
     build dev
     build dev all_verify_interface_header_sets # each public header compiles alone
     ctest_preset dev "$compiled"

@@ -272,6 +272,13 @@ private:
     bool stopped() const { return cancelled_ || late_; }
     bool as_it_is() const { return request_.plain || request_.body.empty(); }
 
+    // By the receiver of the text, for whose time the server is not to blame.
+    bool held() const { return request_.flow && request_.flow->held(); }
+    void still(Clock::time_point now) {
+        clock_.bytes(now);
+        clock_.content(now);
+    }
+
     // Ends the exchange when a limit passes; the limit may have moved when the timer fires.
     void watch() {
         const auto limit = clock_.next();
@@ -280,6 +287,7 @@ private:
         watchdog_.async_wait([weak = this->weak_from_this()](error_code ec) {
             auto self = weak.lock();
             if (ec || !self || self->ended_) return;
+            if (self->held()) self->still(Clock::now());
             const auto next = self->clock_.next();
             if (next.at > Clock::now()) return self->watch();
             self->late_ = next;
@@ -563,6 +571,16 @@ private:
         }
     }
 
+    asio::awaitable<void> wait_for_receiver() {
+        pause_.emplace(impl_->executor);
+        pause_->expires_at(Clock::time_point::max());
+        request_.flow->on_go([weak = this->weak_from_this()] {
+            if (auto self = weak.lock()) self->pause_->cancel();
+        });
+        co_await pause_->async_wait(token);
+        still(Clock::now());
+    }
+
     // Calls take(bytes) for the body until take says false or it ends.
     template <class Stream, class Take>
     asio::awaitable<error_code> read_body(Stream& stream, Parser& parser, Take take) {
@@ -580,6 +598,10 @@ private:
                 if (body.enough) break;
             }
             if (ec == http::error::need_more) {
+                while (held()) {
+                    co_await wait_for_receiver();
+                    if (stopped()) co_return asio::error::operation_aborted;
+                }
                 const auto size = boost::beast::read_size(buffer, 64 << 10);
                 if (size == 0) co_return http::error::buffer_overflow;
                 auto [error, n] = co_await stream.async_read_some(buffer.prepare(size), token);

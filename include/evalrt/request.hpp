@@ -7,6 +7,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,6 +45,23 @@ private:
 inline constexpr std::array<std::string_view, 3> request_endpoints{
     "/v1/chat/completions", "/v1/completions", "/v1/messages"};
 
+/// Lets the receiver of a text hold it back: HttpBackend then reads no more of the answer, so that
+/// its server waits, and time limits but that of the whole attempt stand still.
+class TextFlow {
+public:
+    void hold() { held_ = true; }
+    void go() {
+        held_ = false;
+        if (auto call = std::exchange(on_go_, nullptr)) call();
+    }
+    bool held() const { return held_; }
+    void on_go(std::function<void()> call) { on_go_ = std::move(call); } ///< once
+
+private:
+    bool held_ = false;
+    std::function<void()> on_go_;
+};
+
 /// One question to a model server. The body goes out as these bytes, but for what the backend's
 /// row has to fix; fields that evalrt does not know survive. Where the server speaks only the other
 /// of chat completions and messages, the body and the answer are translated: a field that cannot
@@ -53,9 +71,10 @@ struct Request {
     Text body;                                     ///< one JSON object
     std::string session;                           ///< turns of one conversation share it
     int turn = 0;
-    std::string name; ///< what the caller calls it: for a journal, never sent
+    std::string name;                      ///< what the caller calls it: for a journal, never sent
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece
+    std::shared_ptr<TextFlow> flow;        ///< null: the text is never held back
     bool plain = false; ///< no question to a model: HttpBackend sends and answers it as it is
     std::size_t shared_bytes = 0; ///< of its prompt that others have, too; set by the scheduler
 };

@@ -428,6 +428,46 @@ TEST_CASE("a plain request goes out as it is, and what comes is not read") {
     CHECK(server.requests().size() == 1);
 }
 
+TEST_CASE("a text that is held back is not read, costs no time limit, and goes on") {
+    std::string stream;
+    std::size_t events = 0;
+    for (; stream.size() < 24 << 20; ++events) // more than the system's buffers take
+        stream += R"(data: {"choices": [{"index": 0, "delta": {"content": ")" +
+                  std::string(1000, 'x') + "\"}}]}\n\n";
+    stream += R"(data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})"
+              "\n\ndata: [DONE]\n\n";
+    for (const bool cancelled : {false, true}) {
+        FakeServer server({{expect(), reply(until_close(stream, stream_type))}});
+        HttpOptions options;
+        options.limits.silence = options.limits.content_silence = 200ms;
+        Client client(server.url(), single_use(), options);
+        auto request = chat(true);
+        request.flow = std::make_shared<TextFlow>();
+        const auto flow = request.flow;
+        asio::cancellation_signal cancel;
+        Result result;
+        client.start(result, std::move(request), cancel.slot(), [&](std::string_view) {
+            if (result.pieces.size() == 1) flow->hold();
+        });
+        client.io.run_for(1s);
+        const auto pieces = result.pieces.size();
+        CHECK(pieces >= 1);
+        CHECK(pieces < 1000);
+        client.io.run_for(1s);
+        CHECK(result.pieces.size() == pieces);
+        REQUIRE(result.times == 0);
+        if (cancelled)
+            cancel.emit(asio::cancellation_type::terminal);
+        else
+            flow->go();
+        client.run();
+        CHECK(result.times == 1);
+        CHECK(result.response.outcome.value_or(Errc::poison) ==
+              (cancelled ? Errc::cancelled : Errc::poison));
+        if (!cancelled) CHECK(result.pieces.size() == events);
+    }
+}
+
 // --- What comes back ---
 
 TEST_CASE("chat and completions come whole in every framing of HTTP") {

@@ -51,6 +51,7 @@ struct Job {
     Text body;
     asio::cancellation_signal cancel;
     asio::steady_timer linger;
+    std::shared_ptr<TextFlow> flow = std::make_shared<TextFlow>();
     Session* listener = nullptr; // who is told of news; null: its client has gone
     std::string text;            // so far
     bool text_first = true;      // the answer began with text
@@ -124,6 +125,11 @@ public:
     void start();
     void close();
     void wake() { wake_.cancel(); }
+    // A piece of text has come. Too much that the client has not taken, and no more is read.
+    void hear(Job& job) {
+        if (live(job) && job.text.size() - sent_ > options().unread_limit) job.flow->hold();
+        wake();
+    }
 
 private:
     using Parser = http::request_parser<http::string_body>;
@@ -207,6 +213,8 @@ private:
     asio::awaitable<bool> whole(const std::shared_ptr<Job>& job);
     asio::awaitable<bool> stream(const std::shared_ptr<Job>& job, const Asked& asked);
     void leave(const std::shared_ptr<Job>& job, bool delivered);
+    // Whether text goes out as it comes.
+    bool live(const Job& job) const { return writer_ && (job.text_first || writer_->text_first()); }
     bool mine(const Job& job) const { return !gone_ && job.listener == this; }
 
     static constexpr std::size_t read_ahead = 64 << 10; // of what comes while a request runs
@@ -219,6 +227,8 @@ private:
     std::optional<Parser> parser_;
     Call call_;
     Clock::time_point asked_at_;
+    std::unique_ptr<detail::EventWriter> writer_; // of the stream that is answered
+    std::size_t sent_ = 0;                        // of its text
     bool reading_ = false, gone_ = false, head_only_ = false;
 };
 
@@ -427,6 +437,8 @@ asio::awaitable<void> Session::ask_model() {
     auto job = impl_->running(call_, asked.body);
     if (!job) job = impl_->start(call_, asked);
     if (auto* before = std::exchange(job->listener, this)) before->wake();
+    writer_.reset();
+    job->flow->go();
     job->linger.cancel();
     fill();
     bool delivered = false;
@@ -462,7 +474,7 @@ asio::awaitable<bool> Session::whole(const std::shared_ptr<Job>& job) {
 // What has come since the last write goes out as one event: a client that reads slowly gets fewer.
 asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Asked& asked) {
     const bool old = parser_->get().version() < 11;
-    auto writer =
+    writer_ =
         detail::make_event_writer(call_.place, asked, fmt::format("evalrt-{}", ++impl_->last_id),
                                   std::chrono::duration_cast<std::chrono::seconds>(
                                       std::chrono::system_clock::now().time_since_epoch())
@@ -477,14 +489,15 @@ asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Ask
         else
             out += fmt::format("{:x}\r\n{}\r\n", events.size(), events);
     };
-    std::size_t sent = 0;
+    sent_ = 0;
     while (mine(*job)) {
         const auto& text = job->text;
-        if (!job->done && text.size() > sent && (job->text_first || writer->text_first())) {
-            add(writer->text(std::string_view(text).substr(sent)));
-            sent = text.size();
+        if (!job->done && text.size() > sent_ && live(*job)) {
+            add(writer_->text(std::string_view(text).substr(sent_)));
+            sent_ = text.size();
             co_await write(out);
             out.clear();
+            job->flow->go();
         } else if (job->done) {
             break;
         } else {
@@ -494,7 +507,7 @@ asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Ask
     if (!mine(*job)) co_return false;
     Refusal refusal;
     if (!job->response.outcome) {
-        if (const auto rest = writer->end(job->response)) {
+        if (const auto rest = writer_->end(job->response)) {
             add(*rest);
             if (!old) out += "0\r\n\r\n";
             if (old) call_.keep_alive = false;
@@ -507,7 +520,7 @@ asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Ask
     if (!begun) co_return co_await refuse(refusal);
     // Without the last chunk: nobody can take this for an answer.
     call_.keep_alive = false;
-    add(writer->failed(refusal));
+    add(writer_->failed(refusal));
     co_return co_await write(out);
 }
 
@@ -577,6 +590,7 @@ std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked) {
     request.endpoint = job->endpoint;
     request.body = job->body;
     request.stream = asked.stream;
+    request.flow = job->flow;
     TextSink on_text;
     if (asked.stream)
         on_text = [weak = std::weak_ptr(job)](std::string_view piece) {
@@ -584,7 +598,7 @@ std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked) {
             if (!it) return;
             if (it->text.empty() && piece.empty()) it->text_first = false;
             it->text += piece;
-            if (it->listener) it->listener->wake();
+            if (it->listener) it->listener->hear(*it);
         };
     backend.async_complete(
         std::move(request), std::move(on_text),
@@ -626,6 +640,7 @@ void Core::count(const Response& response) {
 
 void Core::leave(const std::shared_ptr<Job>& job, bool delivered, bool asks_again) {
     job->listener = nullptr;
+    job->flow->go();
     if (delivered) return forget(*job); // nobody else may get the same answer
     if (closing) return job->cancel.emit(asio::cancellation_type::terminal);
     job->linger.expires_after(asks_again ? options.retry_linger : options.linger);

@@ -24,10 +24,11 @@ struct GatewayOptions {
     std::function<void(const Response&)> on_answer; ///< each request that has ended
     LogSink log;
 
-    unsigned connections = 1024;                   ///< more wait to be accepted
-    std::size_t header_limit = 64 << 10;           ///< bytes, all headers of a request
-    std::size_t field_limit = 100;                 ///< headers of a request
-    std::size_t body_limit = 64 << 20;             ///< bytes, of a request
+    unsigned connections = 1024;         ///< more wait to be accepted
+    std::size_t header_limit = 64 << 10; ///< bytes, all headers of a request
+    std::size_t field_limit = 100;       ///< headers of a request
+    std::size_t body_limit = 64 << 20;   ///< bytes, of a request
+    std::size_t unread_limit = 64 << 10; ///< bytes of a stream's text that wait for its client
     std::chrono::milliseconds header_time{10'000}; ///< for all headers to come
     std::chrono::milliseconds body_time{30'000};   ///< without a byte of the body
     std::chrono::milliseconds idle_time{75'000};   ///< between two requests of a connection
@@ -55,7 +56,8 @@ struct GatewayStats {
 /// client's wire, with x-should-retry: false: what could be tried again has been.
 ///
 /// Streams    text goes out as it comes, the rest (tool calls, reasoning, log probabilities) with
-///            the end. A client that does not read costs no more than its answer.
+///            the end. A client that does not read holds its answer back (see TextFlow), until
+///            write_time ends its connection.
 /// Gone       a client that closes its connection cancels its request after GatewayOptions::linger.
 ///            The same body that comes meanwhile takes the request over, as does, at any time, the
 ///            same body with the same Idempotency-Key; two requests that run are two otherwise.

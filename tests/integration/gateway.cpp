@@ -476,6 +476,56 @@ TEST_CASE("a client that does not read costs its answer, and then its connection
     CHECK(rig.until([&] { return rig.gateway.stats().connections == 0; }));
 }
 
+TEST_CASE("a client that reads slowly holds its text back, and then gets all of it") {
+    Rig rig;
+    Client client(rig.gateway.port(), 4096);
+    client.send(rig.request(R"({"stream": true})"));
+    REQUIRE(rig.until([&] { return rig.backend.calls == 1; }));
+    const auto flow = rig.backend.pending.at(0).request.flow;
+    REQUIRE(flow);
+    std::string text;
+    const std::string piece(50'000, 'x');
+    // The system's buffers take the first few megabytes.
+    for (int i = 0; i < 1000 && !flow->held(); ++i) {
+        rig.backend.text(0, piece);
+        text += piece;
+        rig.settle(1ms);
+    }
+    REQUIRE(flow->held());
+    REQUIRE(rig.until([&] {
+        client.receive();
+        return !flow->held();
+    }));
+    rig.backend.text(0, "y");
+    text += "y";
+    rig.backend.end(0, Rig::answer(text));
+    REQUIRE(rig.until([&] {
+        client.receive();
+        return client.in.ends_with("0\r\n\r\n");
+    }));
+    CHECK(std::size_t(std::count(client.in.begin(), client.in.end(), 'x')) > text.size() - 1);
+    CHECK(unchunked(client.in).ends_with("data: [DONE]\n\n"));
+}
+
+TEST_CASE("what is not streamed is never held back, nor what no client waits for") {
+    GatewayOptions options;
+    options.unread_limit = 10;
+    options.linger = 20s;
+    Rig rig(options);
+    // Anthropic's text that has to wait for what stands before it; a client that has gone.
+    Client client(rig.gateway.port(), 4096);
+    client.send(rig.request(R"({"stream": true})", {}, "/v1/messages"));
+    REQUIRE(rig.until([&] { return rig.backend.calls == 1; }));
+    rig.backend.text(0, "");
+    rig.backend.text(0, std::string(100, 'x'));
+    rig.settle();
+    CHECK(!rig.backend.pending.at(0).request.flow->held());
+    client.close();
+    REQUIRE(rig.until([&] { return rig.gateway.stats().connections == 0; }));
+    rig.backend.text(0, std::string(100, 'x'));
+    CHECK(!rig.backend.pending.at(0).request.flow->held());
+}
+
 TEST_CASE("what is refused is refused before its body is read, and the backend never asked") {
     struct Row {
         std::string head;

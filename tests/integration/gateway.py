@@ -30,9 +30,9 @@ TOOL_TEXT, *TOOLS = ANSWERS["tools"][0]
 
 class Upstream(BaseHTTPRequestHandler):
     """An OpenAI server that answers the question "tools" with two calls, "hold" with nothing until
-    the client goes, and /tokenize with what it was asked."""
+    the client goes, "flood" with as much as is read, and /tokenize with what it was asked."""
     protocol_version = "HTTP/1.1"
-    asked, left = [], threading.Event()
+    asked, left, flooded = [], threading.Event(), 0
 
     def log_message(self, *_):
         pass
@@ -63,6 +63,16 @@ class Upstream(BaseHTTPRequestHandler):
             if self.connection.recv(1) == b"":
                 self.left.set()
             self.close_connection = True
+            return None
+        if question == "flood":  # 200 MB, as far as they are taken
+            self.begin()
+            event = {"id": "c", "choices": [{"index": 0, "delta": {"content": "x" * 10000}}]}
+            try:
+                for _ in range(20000):
+                    self.event(event)
+                    Upstream.flooded += 10000
+            except OSError:
+                self.left.set()
             return None
         if question == "breaks":
             self.begin()
@@ -164,6 +174,7 @@ class Gateway(unittest.TestCase):
         self.dir = Path(folder.name)
         Upstream.asked.clear()
         Upstream.left.clear()
+        Upstream.flooded = 0
         server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -384,6 +395,34 @@ class Gateway(unittest.TestCase):
                 begin = time.monotonic()
                 self.assertTrue(Upstream.left.wait(10))
                 self.assertLess(time.monotonic() - begin, 1 if "SANITIZED" not in os.environ else 5)
+
+    def test_a_client_that_does_not_read_stops_the_server(self):
+        process = self.start(*self.openai)
+
+        def memory():
+            out = subprocess.run(["ps", "-o", "rss=", "-p", str(process.pid)],
+                                 capture_output=True, text=True).stdout
+            return int(out) / 1000
+        self.ask("/v1/chat/completions", self.chat("text", stream=True))
+        before = memory()
+        body = json.dumps(self.chat("flood", stream=True)).encode()
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n"
+                           b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                           % (self.port, len(body), body))
+            deadline, last = time.monotonic() + 20, -1
+            while time.monotonic() < deadline and (last < 1 or Upstream.flooded != last):
+                last = Upstream.flooded
+                time.sleep(1)
+            self.assertGreater(last, 0)
+            self.assertEqual(Upstream.flooded, last, "the server still writes")
+            self.assertLess(last, 50_000_000)  # what the systems' buffers take
+            # What was read of the answer is kept, for it is put together.
+            growth = memory() - before
+            print(f"{last / 1e6:.0f} MB taken, {growth:.0f} MB more memory", file=sys.stderr)
+            if "SANITIZED" not in os.environ:
+                self.assertLess(growth, 40)
+        self.assertTrue(Upstream.left.wait(10))
 
     # Its own affairs
 

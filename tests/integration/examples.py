@@ -15,7 +15,7 @@ from pathlib import Path
 ASK = os.path.abspath(sys.argv.pop(1))
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
-CMAKE = ("--build", "--install", "--preset")
+OTHERS = ("--build", "--install", "--preset", "--num-threads")  # of cmake and of harnesses
 
 
 class Examples(unittest.TestCase):
@@ -61,7 +61,7 @@ class Examples(unittest.TestCase):
         servers = (ROOT / "lib" / "backend_row.cpp").read_text()  # with options of their own
         for word in readme.replace("`", " ").split():
             option = word.strip(".,;:()")
-            if option.startswith("--") and option.strip("-") and option not in CMAKE:
+            if option.startswith("--") and option.strip("-") and option not in OTHERS:
                 self.assertTrue(f"{option} " in smoke or f"{option})" in smoke or
                                 f'{option}"' in main or f'{option}"' in servers, option)
 

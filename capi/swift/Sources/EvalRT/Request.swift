@@ -1,7 +1,7 @@
 import Foundation
 
 /// One message of a chat. What it has no place for (content in parts, images) goes as JSON:
-/// ``Request/chat(messages:extra:)``.
+/// ``Request/chat(messages:tools:extra:)``.
 public struct Message: Codable, Hashable, Sendable {
     public var role: String
     public var content: String?
@@ -113,11 +113,7 @@ public struct Request: Sendable {
         self.extra = extra
     }
 
-    /// A chat.
-    ///
-    /// - Parameters:
-    ///   - tools: What the model may call.
-    ///   - extra: More members of the body (`stop`, `tool_choice`), which win.
+    /// A chat. `extra` has more members of the body (`stop`, `tool_choice`), which win.
     public static func chat(_ messages: [Message], tools: [Tool] = [],
                             extra: [String: JSON] = [:]) -> Request {
         let list = messages.map { (try? JSON(encoding: $0).text) ?? "null" }
@@ -139,9 +135,8 @@ public struct Request: Sendable {
         Request(.prompt(text), extra: object(extra))
     }
 
-    /// A whole body, a JSON object that goes out as it is.
-    ///
-    /// - Parameter endpoint: `nil`: `/v1/chat/completions`.
+    /// A whole body, a JSON object that goes out as it is; to `/v1/chat/completions` if no endpoint
+    /// is named.
     public static func body(_ json: JSON, endpoint: String? = nil) -> Request {
         Request(.body(json.text, endpoint: endpoint))
     }

@@ -98,10 +98,9 @@ public final class Runtime: Sendable {
     public var isRunning: Bool { evalrt_running(handle) }
 
     /// Asks, and waits for the whole answer. Cancelling the task takes the request back, from the
-    /// server too.
+    /// server too. `onText` gets the text as it arrives, if the server streams; on the runtime's own
+    /// thread, which it must not keep waiting.
     ///
-    /// - Parameter onText: Gets the text as it arrives, if the server streams; on the runtime's own
-    ///   thread, which it must not keep waiting.
     /// - Throws: ``EvalError``; a cancelled task gets the code `cancelled`.
     public func complete(_ request: Request, onText: (@Sendable (String) -> Void)? = nil)
         async throws(EvalError) -> Completion {
@@ -140,9 +139,8 @@ public final class Runtime: Sendable {
         }
     }
 
-    /// Asks, for programs without tasks.
-    ///
-    /// - Parameter done: Called once, on the runtime's own thread, which it must not keep waiting.
+    /// Asks, for programs without tasks. `done` is called once, on the runtime's own thread, which it
+    /// must not keep waiting.
     public func complete(_ request: Request,
                          done: @escaping @Sendable (Result<Completion, EvalError>) -> Void) {
         Call(self, onText: nil, done: done).start(request)

@@ -3,6 +3,7 @@
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/http_backend.hpp"
 #include "gateway_wire.hpp"
+#include "wire.hpp"
 
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
@@ -376,7 +377,7 @@ asio::awaitable<void> Session::serve() {
         impl_->stats.connections = unsigned(impl_->sessions.size());
         const auto text = detail::metrics_text(impl_->stats, in_flight);
         co_await answer(200, "text/plain; version=0.0.4", text);
-    } else if (call_.place == Place::models && (!options().model.empty() || !options().server)) {
+    } else if (call_.place == Place::models && !(options().server_models && options().server)) {
         const auto list = detail::models_body(options().model);
         co_await answer(200, json_type, list);
     } else if (call_.place == Place::models || call_.place == Place::plain) {
@@ -417,7 +418,11 @@ asio::awaitable<void> Session::ask_server() {
     if (!job->done) job->cancel.emit(asio::cancellation_type::terminal);
     if (gone_) co_return;
     const auto& response = job->response;
-    if (response.outcome) {
+    // mlx_lm.server ends its list before it has begun where it finds no folder of models.
+    if (call_.place == Place::models && (response.outcome || detail::check_object(response.body))) {
+        const auto list = detail::models_body(options().model);
+        co_await answer(200, json_type, list);
+    } else if (response.outcome) {
         const auto refusal = detail::refusal_of(response);
         co_await refuse(refusal);
     } else {

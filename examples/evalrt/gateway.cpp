@@ -111,7 +111,8 @@ public:
                                                   : exit_backend;
         }
         describe(options);
-        front.model = options.model;
+        front.model = options.model.empty() ? runtime_->model() : options.model;
+        front.server_models = options.model.empty();
         front.server = &runtime_->server();
         front.in_flight = [this] { return runtime_->backend().stats().in_flight; };
         front.on_answer = [this](const Response& response) { answered(response); };

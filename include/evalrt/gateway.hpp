@@ -16,11 +16,12 @@ struct GatewayOptions {
     std::string host = "127.0.0.1"; ///< an address, or localhost; if no loopback one, with a token
     std::uint16_t port = 0;         ///< 0: any free one
     std::string token;              ///< clients must send it (Bearer, or x-api-key); empty: none
-    std::string model;              ///< what /v1/models names; empty: what the server does
+    std::string model;              ///< what /v1/models names
     /// Asked past the Backend for what is no question to a model: /tokenize, /detokenize,
-    /// /tokenizer_info, /v1/messages/count_tokens, /v1/models. Null: these are not there.
+    /// /tokenizer_info, /v1/messages/count_tokens. Null: these are not there.
     HttpBackend* server = nullptr;
-    std::function<unsigned()> in_flight;            ///< at the server, for /metrics
+    bool server_models = false;          ///< /v1/models is the server's list, where it gives one
+    std::function<unsigned()> in_flight; ///< at the server, for /metrics
     std::function<void(const Response&)> on_answer; ///< each request that has ended
     LogSink log;
 

@@ -32,7 +32,7 @@ class Upstream(BaseHTTPRequestHandler):
     """An OpenAI server that answers the question "tools" with two calls, "hold" with nothing until
     the client goes, "flood" with as much as is read, and /tokenize with what it was asked."""
     protocol_version = "HTTP/1.1"
-    asked, left, flooded = [], threading.Event(), 0
+    asked, left, flooded, no_models = [], threading.Event(), 0, False
 
     def log_message(self, *_):
         pass
@@ -46,6 +46,10 @@ class Upstream(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
+        if self.no_models:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         self.answer(200, {"object": "list", "data": [{"id": "one", "object": "model"}]})
 
     def do_POST(self):
@@ -341,6 +345,11 @@ class Gateway(unittest.TestCase):
         self.start(*self.openai)
         for path in ("/v1/models", "/models"):
             self.assertEqual(json.loads(self.ask(path)[1])["data"][0]["id"], "one")
+        Upstream.no_models = True  # what mlx_lm.server does without a cache of models
+        self.addCleanup(setattr, Upstream, "no_models", False)
+        listed = json.loads(self.ask("/v1/models")[1])
+        self.assertEqual([it["id"] for it in listed["data"]], ["one"])  # as it was at the start
+        self.assertEqual(listed["data"][0]["owned_by"], "evalrt")
         self.assertEqual(self.ask("/health")[0], 200)
         self.ask("/v1/chat/completions", self.chat("text"))
         text = self.ask("/metrics")[1]

@@ -151,7 +151,7 @@ public final class Runtime: Sendable {
     /// ends the loop without an error.
     public func stream(_ request: Request) -> AsyncThrowingStream<String, any Error> {
         AsyncThrowingStream { continuation in
-            let pieces = Locked(0)
+            let pieces = Locked(0), left = Locked(false)
             let call = Call(self) { piece in
                 pieces.with { $0 += 1 }
                 continuation.yield(piece)
@@ -160,11 +160,15 @@ public final class Runtime: Sendable {
                 case .success(let answer):
                     if pieces.with({ $0 }) == 0 { continuation.yield(answer.text) }
                     continuation.finish()
+                // The end of a cancelled request may come before the stream's own.
+                case .failure where left.with({ $0 }): continuation.finish()
                 case .failure(let error): continuation.finish(throwing: error)
                 }
             }
             continuation.onTermination = { reason in
-                if case .cancelled = reason { call.cancel() }
+                guard case .cancelled = reason else { return }
+                left.with { $0 = true }
+                call.cancel()
             }
             call.start(request)
         }

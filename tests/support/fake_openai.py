@@ -18,6 +18,8 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, required=True)
 args = parser.parse_args()
+if os.path.islink(sys.argv[0]):  # a server with a log of its own
+    os.environ["FAKE_OPENAI_LOG"] = sys.argv[0] + ".log"
 
 if args.model == "dies-while-loading":
     print("loading weights\nValueError: no such model in this folder", file=sys.stderr, flush=True)

@@ -10,6 +10,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 host, port = sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])
+if os.path.islink(sys.argv[0]):  # a server with a log of its own
+    os.environ["FAKE_OPENAI_LOG"] = sys.argv[0] + ".log"
 lock, serial = threading.Lock(), threading.Lock()
 waiting = 0
 

@@ -7,7 +7,7 @@ import Testing
 final class FakeServer: Sendable {
     let folder: URL
     var executable: URL { folder.appendingPathComponent("server") }
-    private var log: URL { folder.appendingPathComponent("log") }
+    private var log: URL { folder.appendingPathComponent("server.log") }
 
     init() throws {
         folder = FileManager.default.temporaryDirectory
@@ -15,12 +15,7 @@ final class FakeServer: Sendable {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let script = URL(fileURLWithPath: #filePath)
             .appendingPathComponent("../../../../../tests/support/fake_openai.py").standardized
-        try """
-            #!/bin/sh
-            FAKE_OPENAI_LOG='\(log.path)' exec python3 '\(script.path)' "$@"
-            """.write(to: executable, atomically: true, encoding: .utf8)
-        try FileManager.default.setAttributes([.posixPermissions: 0o755],
-                                              ofItemAtPath: executable.path)
+        try FileManager.default.createSymbolicLink(at: executable, withDestinationURL: script)
     }
 
     deinit { try? FileManager.default.removeItem(at: folder) }

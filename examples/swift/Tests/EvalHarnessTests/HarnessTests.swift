@@ -31,12 +31,10 @@ private final class Folder {
     }
 
     func standIn(_ script: String) throws -> String {
-        let path = try write("""
-            #!/bin/sh
-            FAKE_OPENAI_LOG='\(url.path)/log' exec python3 '\(support.path)/\(script)' "$@"
-            """, to: "server")
-        try FileManager.default.setAttributes([.posixPermissions: 0o755], ofItemAtPath: path)
-        return path
+        let server = url.appendingPathComponent("server")
+        try FileManager.default.createSymbolicLink(
+            at: server, withDestinationURL: support.appendingPathComponent(script))
+        return server.path
     }
 
     struct Line: Decodable {
@@ -47,7 +45,7 @@ private final class Folder {
     }
 
     var log: [Line] {
-        let text = try? String(contentsOf: url.appendingPathComponent("log"), encoding: .utf8)
+        let text = try? String(contentsOf: url.appendingPathComponent("server.log"), encoding: .utf8)
         return (text ?? "").split(separator: "\n")
             .compactMap { try? JSON(String($0)).decode(Line.self) }
     }

@@ -876,11 +876,12 @@ std::vector<Fault> faults() {
 } // namespace
 
 TEST_CASE("every fault ends its request once, in its class, in its time, and leaves nothing") {
-    constexpr Ms span = 150ms;
     HttpOptions options;
-    options.limits = {span, span, span, 2 * span, 10s};
     const auto before = open_files();
-    for (const auto& fault : faults())
+    for (const auto& fault : faults()) {
+        // Short where it is the limit that ends it; else a busy machine must not come to it.
+        const Ms span = fault.outcome == Errc::timed_out ? 150ms : 10s;
+        options.limits = {span, span, span, 2 * span, 10s};
         for (const bool stream : {false, true})
             for (const bool kept : {false, true}) {
                 // Each of 300 statuses in every combination would say little more.
@@ -913,6 +914,7 @@ TEST_CASE("every fault ends its request once, in its class, in its time, and lea
                     CHECK(server.quiet());
                 }
             }
+    }
     CHECK(eventually([&] { return open_files() == before; }));
 }
 

@@ -25,13 +25,17 @@ using detail::members;
 
 std::string error_text() { return std::strerror(errno); }
 
+Text read_all(std::FILE* file) {
+    std::string all;
+    char buffer[1 << 16];
+    while (const auto n = std::fread(buffer, 1, sizeof buffer, file)) all.append(buffer, n);
+    return Text(std::move(all));
+}
+
 // The whole input; a file is mapped, not read.
 std::string load(const std::string& path, Text& text) {
     if (path == "-") {
-        std::string all;
-        char buffer[1 << 16];
-        while (const auto n = std::fread(buffer, 1, sizeof buffer, stdin)) all.append(buffer, n);
-        text = Text(std::move(all));
+        text = read_all(stdin);
         return {};
     }
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -42,6 +46,13 @@ std::string load(const std::string& path, Text& text) {
         error = fmt::format("cannot read {}: {}", path, error_text());
     } else if (S_ISDIR(info.st_mode)) {
         error = fmt::format("{} is a folder; give a file with one request a line", path);
+    } else if (!S_ISREG(info.st_mode)) { // a pipe: <(command)
+        if (std::FILE* file = ::fdopen(fd, "r")) {
+            text = read_all(file);
+            std::fclose(file);
+            return {};
+        }
+        error = fmt::format("cannot read {}: {}", path, error_text());
     } else if (info.st_size > 0) {
         const auto size = std::size_t(info.st_size);
         void* mapped = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
@@ -201,10 +212,23 @@ std::string Output::open(const std::string& path, std::size_t count, bool journa
         if (!out->file_) return fmt::format("cannot make a temporary file: {}", error_text());
         return {};
     }
+    struct stat info;
+    const bool there = ::stat(path.c_str(), &info) == 0;
+    if (there && S_ISDIR(info.st_mode))
+        return fmt::format("{} is a folder; give -o a file", path);
     out->path_ = path;
+    if (there && !S_ISREG(info.st_mode)) { // /dev/null, a pipe: written to, never replaced
+        out->replaces_ = false;
+        out->file_ = std::tmpfile();
+        if (!out->file_) return fmt::format("cannot make a temporary file: {}", error_text());
+        return {};
+    }
+    std::error_code none;
+    if (there) // behind a link
+        if (const auto real = std::filesystem::canonical(path, none); !none)
+            out->path_ = real.string();
     out->part_ = path + ".part";
     // Answers of an earlier run are not thrown away.
-    std::error_code none;
     if (journalled && std::filesystem::exists(out->part_, none)) return {};
     return out->make(false);
 }
@@ -255,11 +279,12 @@ bool Output::finish(bool whole) {
     if (path_.empty()) return copy_to(stdout);
     if (!whole) return true;
     if (!file_ && !make(true).empty()) return false;
-    const auto temporary = path_ + ".tmp";
+    const auto temporary = replaces_ ? path_ + ".tmp" : path_;
     std::FILE* target = std::fopen(temporary.c_str(), "w");
     if (!target) return false;
-    const bool good = copy_to(target) && ::fsync(::fileno(target)) == 0;
+    const bool good = copy_to(target) && (!replaces_ || ::fsync(::fileno(target)) == 0);
     if (std::fclose(target) != 0 || !good) return false;
+    if (!replaces_) return true;
     if (std::rename(temporary.c_str(), path_.c_str()) != 0) return false;
     return std::remove(part_.c_str()) == 0;
 }

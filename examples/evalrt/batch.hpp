@@ -62,6 +62,7 @@ private:
     bool copy_to(std::FILE* target);
 
     std::string path_, part_;
+    bool replaces_ = true; // what is at path_
     std::FILE* file_ = nullptr;
     struct Place {
         std::uint64_t offset = 0;

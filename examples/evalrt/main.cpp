@@ -10,7 +10,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 
@@ -110,8 +112,11 @@ std::string settle(Options& options) {
     }
     runtime.order = options.order == "fifo" ? Order::fifo : Order::planned;
     if (options.timeout < 0) return "--timeout is below zero";
+    if (!(options.timeout < 1e9)) return "--timeout is no number of seconds";
+    if (options.temperature && !std::isfinite(*options.temperature))
+        return "--temperature is no number";
     runtime.limits.whole = std::chrono::milliseconds(std::int64_t(options.timeout * 1000));
-    runtime.retry.attempts = options.retries + 1;
+    runtime.retry.attempts = std::min(options.retries, 1'000'000u) + 1;
     runtime.override_model = !runtime.model.empty();
     auto& journal = runtime.journal;
     journal.mode = options.journal_mode == "append" ? JournalMode::append : JournalMode::resume;
@@ -157,8 +162,20 @@ void hint(const Options& options) {
                         runtime.backend));
 }
 
+bool same_file(const std::string& a, const std::string& b) {
+    std::error_code none;
+    return !a.empty() && !b.empty() &&
+           std::filesystem::weakly_canonical(std::filesystem::absolute(a, none), none) ==
+               std::filesystem::weakly_canonical(std::filesystem::absolute(b, none), none);
+}
+
 int run(Options& options, const std::string& path, const std::string& out, bool skip_invalid) {
     if (auto error = settle(options); !error.empty()) return fail(error);
+    const auto& kept = options.common.runtime.journal.path;
+    if (out != "-" && same_file(out, path))
+        return fail(fmt::format("-o {} is the batch file itself: give another file", out));
+    if (same_file(out, kept))
+        return fail(fmt::format("-o and --journal are both {}: give two files", out));
     auto input = batch::read(path, skip_invalid);
     if (!input.error.empty()) return fail(input.error);
     if (options.limit) {

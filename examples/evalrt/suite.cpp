@@ -184,7 +184,7 @@ private:
         const bool whole = report_.not_run == 0;
         if (!suite_.on_end(whole) && !unwritable_) {
             unwritable_ = true;
-            say("the results cannot be written; what was answered is kept" + kept());
+            say("the results cannot be written; " + kept_or_lost());
         }
         if (interrupted_) {
             summarise();
@@ -210,12 +210,21 @@ private:
         return suite_.kept_in.empty() ? "" : fmt::format(" in {}", suite_.kept_in);
     }
 
+    std::string kept_or_lost() const {
+        return suite_.kept_in.empty()
+                   ? "what was answered is lost: give -o or --journal a file to keep it in"
+                   : "what was answered is kept" + kept();
+    }
+
     int abandon(std::uint64_t answered) {
         clear_line();
         say(fmt::format("interrupted: {} of {} answered{}; {}", answered, suite_.jobs.size(),
                         answered > 0 ? kept() : "",
                         suite_.resumes ? "the same command asks for the rest"
-                                       : "the same command starts again from the first"));
+                        : answered > 0 && !suite_.kept_in.empty()
+                            ? "the same command starts again from the first, once that is moved "
+                              "away (with --journal FILE it would ask for the rest)"
+                            : "the same command starts again from the first"));
         return exit_interrupted;
     }
 
@@ -229,9 +238,8 @@ private:
         if (common_.parity > 0 && !response.outcome) texts_[index] = answer_text(response);
         if (!unwritable_ && !suite_.on_result(index, response)) {
             unwritable_ = true;
-            say("the results cannot be written (is the disk full?); the run ends, what was "
-                "answered is kept" +
-                kept());
+            say("the results cannot be written (is the disk full?); the run ends, " +
+                kept_or_lost());
             stop();
         }
     }

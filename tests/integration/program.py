@@ -267,6 +267,43 @@ class Program(unittest.TestCase):
                      *self.own_server())
         self.assertFalse(self.log.exists())
 
+    def test_an_output_that_would_replace_something_else_is_refused(self):
+        path = self.suite(line("a", "x"))
+        (self.dir / "folder").mkdir()
+        self.refused(2, "is a folder", "run", path, "-o", "folder", *self.own_server())
+        self.refused(2, "the batch file itself", "run", path, "-o", "./suite.jsonl",
+                     *self.own_server())
+        self.refused(2, "both", "run", path, "-o", "j", "--journal", self.dir / "j",
+                     *self.own_server())
+        self.assertEqual(path.read_text(), line("a", "x") + "\n")
+        self.assertFalse(self.log.exists())
+
+    def test_pipes_are_read_and_written_and_links_followed(self):
+        os.mkfifo(self.dir / "in")
+        os.mkfifo(self.dir / "out")
+        os.symlink("real", self.dir / "link")
+        (self.dir / "real").write_text("old")
+        process = self.start("run", "in", "-o", "out", *self.own_server())
+        (self.dir / "in").write_text(line("a", "x"))
+        written = (self.dir / "out").read_text()
+        self.assertEqual(process.wait(60), 0, process.stderr.read())
+        process.communicate()
+        self.assertEqual(json.loads(written)["custom_id"], "a")
+        self.assertTrue((self.dir / "out").is_fifo())
+        self.assertEqual(self.run_program("run", self.suite(line("b", "x")), "-o", "link",
+                                          *self.own_server())[0], 0)
+        self.assertTrue((self.dir / "link").is_symlink())
+        self.assertEqual(json.loads((self.dir / "real").read_text())["custom_id"], "b")
+
+    def test_answers_that_are_not_kept_are_not_called_kept(self):
+        process = self.start("run", self.suite(line("a", "x")), *self.own_server())
+        process.stdout.close()
+        err = process.stderr.read()
+        self.assertEqual(process.wait(60), 4)
+        process.stdin.close()
+        process.stderr.close()
+        self.assertIn("what was answered is lost: give -o or --journal a file", err)
+
     def test_answers_of_an_interrupted_run_are_not_overwritten(self):
         (self.dir / "o.part").write_text("precious\n")
         code, _, err = self.run_program("run", self.suite(line("a", "x")), "-o", "o",
@@ -280,6 +317,10 @@ class Program(unittest.TestCase):
         self.refused(2, "--wrong", "run", path, "-o", "out", "--wrong")
         self.refused(2, "--max-in-flight", "run", path, "-o", "out", *self.own_server(),
                      "--max-in-flight", "many")
+        self.refused(2, "--temperature", "run", path, "-o", "out", *self.own_server(),
+                     "--temperature", "nan")
+        self.refused(2, "--timeout", "run", path, "-o", "out", *self.own_server(), "--timeout",
+                     "nan")
         self.refused(2, "unknown command 'nonsense'", "nonsense")
         self.refused(2, "give a command")
 
@@ -339,7 +380,8 @@ class Program(unittest.TestCase):
                 self.assertEqual(code, 130, err)
                 self.assertLess(seconds, 1 if "SANITIZED" not in os.environ else 5)
                 self.assertIn("interrupted: 1 of 21 answered", err)
-                self.assertIn("in o.part; the same command starts again", err)
+                self.assertIn("in o.part; the same command starts again from the first, once that "
+                              "is moved away", err)
                 rows = self.rows((self.dir / "o.part").read_text())
                 self.assertEqual([row["custom_id"] for row in rows], ["quick"])
                 self.assertFalse((self.dir / "o").exists(), "looks whole, but is not")

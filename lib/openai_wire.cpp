@@ -146,6 +146,10 @@ public:
                 return fail(response, Errc::rejected,
                             fmt::format("the server gave up (finish_reason \"{}\")", reason));
         const auto first = choices.at(0);
+        if (chat_ ? !first["message"].is_object() : bool(first["text"].error()))
+            return fail(response, Errc::malformed,
+                        fmt::format("the answer's choice has no {}: {}",
+                                    chat_ ? "message" : "text", shortened(json)));
         response.text = string_of(chat_ ? first["message"]["content"] : first["text"]);
         response.finish_reason = string_of(first["finish_reason"]);
         if (json.data() != body.data()) body = std::string(json);

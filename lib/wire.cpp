@@ -133,7 +133,8 @@ void fail(Response& response, const ServerError& error) {
 }
 
 Errc classify(int status, const ServerError& error) {
-    // llama-server, OpenAI and vLLM, SGLang and LM Studio, oMLX, Anthropic; Gemini and Together
+    // llama-server, OpenAI and vLLM, SGLang and LM Studio, oMLX, Anthropic; Gemini and Together;
+    // OpenAI's 429 for a request above the limit of a whole minute, which no waiting ends
     static constexpr std::array too_long{std::string_view("exceed_context_size"),
                                          std::string_view("context_length_exceeded"),
                                          std::string_view("context length"),
@@ -142,7 +143,8 @@ Errc classify(int status, const ServerError& error) {
                                          std::string_view("prompt is too long"),
                                          std::string_view("context window"),
                                          std::string_view("maximum allowed length"),
-                                         std::string_view("maximum number of tokens allowed")};
+                                         std::string_view("maximum number of tokens allowed"),
+                                         std::string_view("request too large for")};
     for (const auto words : too_long)
         if (contains_nocase(error.message, words) || contains_nocase(error.type, words))
             return Errc::context_too_long;

@@ -1,6 +1,7 @@
 #include "evalrt/runtime.hpp"
 
 #include "evalrt/detail/complete.hpp"
+#include "evalrt/detail/retry.hpp"
 #include "json_text.hpp"
 #include "recognise.hpp"
 #include "wire.hpp"
@@ -346,7 +347,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         co_return Failure{};
     }
 
-    // Of a server that runs; it may be busy, or only just starting.
+    // Of a server that runs; it may be busy, or only just starting. That it refuses our request
+    // does not say that it refuses theirs: some models take no temperature, or no max_tokens.
     asio::awaitable<Failure> first_token() {
         detail::RetryTable table(options.retry);
         detail::RetryState state;
@@ -354,6 +356,9 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             Request probe = one_token();
             auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
             if (!ec) co_return Failure{};
+            if (ec == Errc::context_too_long ||
+                (ec == Errc::rejected && (response.status == 400 || response.status == 422)))
+                co_return Failure{};
             const Failure failure{ec, response.detail};
             if (!response.outcome ||
                 detail::remedy(*response.outcome, response.status) != detail::Remedy::pause)

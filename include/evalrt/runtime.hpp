@@ -59,7 +59,8 @@ public:
     /// Starts the server or finds the running one, and has it answer one token. A row that takes
     /// any server (no command, as openai-url) is completed by what is recognised behind the URL.
     ///
-    /// Completes  when it has answered.
+    /// Completes  when it has answered. A server at url that turns us away for its load is asked
+    ///            again, as RetryOptions say; one that refuses this one request (400, 422) is there.
     /// Errors     exited, unreachable, timed_out, rejected, auth, and invalid_argument for a key
     ///            or certificate file that cannot be used; JournalErrc; the string says what is
     ///            wrong and what to do. Nothing is left running.

@@ -224,6 +224,9 @@ class Recognised(Case):
                 time.sleep(0.05)
                 with lock:
                     running[0] -= 1
+                    status = answers["first"].pop(0) if answers.get("first") else 200
+                if status != 200:
+                    return self.send(status, json.dumps({"error": {"message": "not so"}}))
                 choice = {"index": 0, "finish_reason": "stop",
                           "message": {"role": "assistant", "content": "yes"}}
                 self.send(200, json.dumps({"id": "1", "model": answers.get("model", body["model"]),
@@ -248,6 +251,27 @@ class Recognised(Case):
 
     def suite(self, count=40):
         return [line(f"q{i}", f"{i}", stream=False) for i in range(count)]
+
+    def test_a_server_that_is_loading_is_waited_for(self):
+        url = self.serve({"model": "m", "/v1/models": self.models("me"), "first": [503, 429]})
+        rows, err = self.run_lines(self.suite(3), "--backend", "openai-url", "--url", url)
+        self.assertEqual(len(rows), 3)
+        self.assertIn("it is asked again", err)
+        url = self.serve({"model": "m", "/v1/models": self.models("me"), "first": [503]})
+        (self.dir / "suite").write_text(line("a", "x"))
+        code, _, err = self.run_program("run", "suite", "--backend", "openai-url", "--url", url,
+                                        "--retries", "0")
+        self.assertEqual(code, 3)
+        self.assertIn("openai-url: HTTP 503: not so", err)
+
+    def test_a_refusal_of_our_own_request_is_no_refusal_of_theirs(self):
+        for status in (400, 422):
+            url = self.serve({"model": "m", "/v1/models": self.models("me"), "first": [status]})
+            rows, _ = self.run_lines(self.suite(3), "--backend", "openai-url", "--url", url)
+            self.assertEqual(len(rows), 3)
+        url = self.serve({"model": "m", "/v1/models": self.models("me"), "first": [404]})
+        code, _, err = self.run_program("run", "suite", "--backend", "openai-url", "--url", url)
+        self.assertEqual(code, 3, err)
 
     def test_a_server_is_asked_who_it_is_and_sent_as_many_as_it_takes(self):
         url = self.serve({"/v1/models": self.models("llamacpp"),

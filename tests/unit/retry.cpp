@@ -263,16 +263,27 @@ TEST_CASE("a close without a byte counts from the second in a row on") {
     CHECK(other.attempts == 1);
 }
 
-TEST_CASE("a server that is overloaded is asked more often than one that fails") {
+TEST_CASE("a server that is overloaded is asked for as long as there is patience") {
     for (const auto errc : {Errc::rate_limited, Errc::overloaded}) {
-        RetryTable table({.attempts = 3, .overload_attempts = 12});
+        RetryTable table({.attempts = 3, .overload_patience = 60s});
         RetryState state;
-        for (int i = 1; i < 12; ++i) REQUIRE(table.decide(failed(errc, 429), false, state).again);
-        CHECK_FALSE(table.decide(failed(errc, 429), false, state).again);
-        RetryTable once({.attempts = 1, .overload_attempts = 12});
+        auto asked = failed(errc, 429);
+        asked.retry_after = 2s;
+        unsigned attempts = 1;
+        while (table.decide(asked, false, state).again) ++attempts;
+        CHECK(attempts >= 29); // a minute of waits of two seconds
+        CHECK(attempts <= 31);
+        CHECK(between(state.waited, 60s, 62s));
+        RetryTable once({.attempts = 1, .overload_patience = 60s});
         RetryState fresh;
         CHECK_FALSE(once.decide(failed(errc, 429), false, fresh).again);
     }
+    // Other failures of the same item still have their number.
+    RetryTable table({.attempts = 2});
+    RetryState state;
+    CHECK(table.decide(failed(Errc::overloaded, 503), false, state).again);
+    CHECK(table.decide(failed(Errc::overloaded, 503), false, state).again);
+    CHECK_FALSE(table.decide(failed(Errc::rejected, 500), false, state).again);
 }
 
 TEST_CASE("what the server says of a retry goes before what its class says") {

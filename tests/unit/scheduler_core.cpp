@@ -101,6 +101,7 @@ struct Model {
     std::map<RequestId, Item> items;
     Ids queue;
     Point paused{};
+    unsigned refusals = 0;
     bool refilling = true;
     evalrt::Limiter limiter{{options.max_in_flight, 0}};
 
@@ -141,6 +142,7 @@ struct Model {
         if (!response.outcome) {
             table.succeeded(item.retry);
             limiter.answered(now);
+            refusals = 0;
         }
         item.text = false;
         item.state = over;
@@ -152,8 +154,13 @@ struct Model {
         item.state = delayed;
         item.until = now + verdict.delay;
         if (verdict.pause_server) {
-            if (paused <= now) limiter.overloaded(count(running) + 1);
-            paused = std::max(paused, item.until);
+            auto pause = response.retry_after ? verdict.delay : std::chrono::milliseconds(0);
+            if (paused <= now) {
+                limiter.overloaded(count(running) + 1);
+                ++refusals;
+                if (!response.retry_after) pause = table.pause(refusals);
+            }
+            paused = std::max(paused, now + pause);
         }
         return false;
     }
@@ -826,6 +833,29 @@ TEST_CASE("an overloaded server gets fewer, and then one more a round") {
     }
     for (const auto id : sent) CHECK(queue.answer(id, now));
     CHECK(queue.next(now).size() == 8);
+}
+
+TEST_CASE("a request that is always turned away does not hold up the others") {
+    Queue queue(in_flight(1));
+    queue.submit(1, 40);
+    Point now = start;
+    unsigned answered = 0;
+    bool failed_for_good = false;
+    for (int i = 0; i < 1000 && answered < 39; ++i) {
+        const auto sent = queue.next(now);
+        if (sent.empty()) {
+            now = queue.core.wake(now);
+            continue;
+        }
+        now += 10ms;
+        if (sent.front() == 1)
+            failed_for_good |= queue.fail(1, failed(Errc::rate_limited), now);
+        else
+            answered += queue.answer(sent.front(), now);
+    }
+    CHECK(answered == 39);
+    CHECK(now - start < 10s);
+    CHECK_FALSE(failed_for_good);
 }
 
 TEST_CASE("more are let in while that brings more tokens a second") {

@@ -11,8 +11,9 @@
 namespace evalrt {
 
 struct RetryOptions {
-    unsigned attempts = 3;           ///< in all; 1: no retry
-    unsigned overload_attempts = 12; ///< in all, where the server turned it away for its load
+    unsigned attempts = 3; ///< in all; 1: no retry
+    /// What an item waits in all while the server turns it away for its load, however often.
+    std::chrono::seconds overload_patience{120};
     std::chrono::milliseconds base{500}, most{8000}; ///< back-off: doubled each time, with jitter
     std::chrono::seconds longest_wait{120};          ///< a Retry-After above this is not waited for
     unsigned free_resends = 8; ///< connections broken before any byte of an answer, an item
@@ -80,16 +81,17 @@ private:
 
 /// What the table knows of one item.
 struct RetryState {
-    unsigned attempts = 0;    ///< that counted
-    unsigned resends = 0;     ///< that did not
-    unsigned paid = 0;        ///< for the attempt that runs, to the budget
-    bool empty_close = false; ///< the last attempt ended in a close without a byte
+    unsigned attempts = 0;               ///< that counted
+    unsigned resends = 0;                ///< that did not
+    unsigned paid = 0;                   ///< for the attempt that runs, to the budget
+    std::chrono::milliseconds waited{0}; ///< because the server turned it away for its load
+    bool empty_close = false;            ///< the last attempt ended in a close without a byte
 };
 
 struct RetryVerdict {
     bool again = false;
     std::chrono::milliseconds delay{0};
-    bool pause_server = false; ///< the delay holds for every request to this server
+    bool pause_server = false; ///< no request goes to this server for a while
 };
 
 class RetryTable {
@@ -126,9 +128,9 @@ public:
         // The server's own word on its own answer goes before ours on its class.
         bool worth = what == Remedy::later || what == Remedy::pause || errc == Errc::unreachable;
         if (errc != Errc::cancelled) worth = response.should_retry.value_or(worth);
-        auto most = options_.attempts;
-        if (what == Remedy::pause && most > 1) most = std::max(most, options_.overload_attempts);
-        if (!worth || state.attempts >= most) return {};
+        const bool patient = what == Remedy::pause && options_.attempts > 1 &&
+                             state.waited < options_.overload_patience;
+        if (!worth || (state.attempts >= options_.attempts && !patient)) return {};
         if (asked && *response.retry_after > options_.longest_wait) return {};
         const unsigned price = asked || what == Remedy::pause ? 0
                                : errc == Errc::timed_out      ? 10
@@ -141,8 +143,13 @@ public:
             verdict.delay = *response.retry_after + jittered(100) / 2;
             verdict.pause_server = true;
         }
+        if (what == Remedy::pause) state.waited += verdict.delay;
         return verdict;
     }
+
+    /// How long no request goes to a server that did not say, after this many refusals without an
+    /// answer between. An item's own delay may be longer: then others go before it.
+    std::chrono::milliseconds pause(unsigned refusals) { return backoff(refusals); }
 
     const RetryBudget& budget() const { return budget_; }
 

@@ -125,6 +125,7 @@ public:
         if (!response.outcome) {
             breaker_.alive();
             ++stats_.answered;
+            refusals_ = 0;
             if (!had_text) // it came in one piece
                 limiter_.tokens(double(response.usage.completion_tokens.value_or(1)),
                                 running_ + 1 >= limiter_.limit() && waiting_ > 0, now);
@@ -191,8 +192,13 @@ public:
         item.state = State::delayed;
         delayed_.emplace(now + verdict.delay, id);
         if (verdict.pause_server) {
-            if (paused_until_ <= now) limiter_.overloaded(running_ + 1); // once for all together
-            paused_until_ = std::max(paused_until_, now + verdict.delay);
+            auto pause = response.retry_after ? verdict.delay : std::chrono::milliseconds(0);
+            if (paused_until_ <= now) { // once for all that are turned away together
+                limiter_.overloaded(running_ + 1);
+                ++refusals_;
+                if (!response.retry_after) pause = retry_.pause(refusals_);
+            }
+            paused_until_ = std::max(paused_until_, now + pause);
         }
         return false;
     }
@@ -400,6 +406,7 @@ private:
     std::size_t prefilling_ = 0; // cold bytes of those without text
     bool refilling_ = true;
     Point paused_until_{}, since_{};
+    unsigned refusals_ = 0;           // for its load, with no answer between
     Point held_until_ = Point::max(); // by the planner, when it was last asked
     SchedulerStats stats_;
 };

@@ -184,7 +184,8 @@ Recogniser::Recogniser(const Url& url, std::string model) : model_(std::move(mod
     std::string host = url.host;
     for (char& c : host) c = char(std::tolower(static_cast<unsigned char>(c)));
     for (const auto& it : hosts)
-        if (host == it.end || host.ends_with("." + std::string(it.end))) {
+        if (host == it.end ||
+            (host.ends_with(it.end) && host[host.size() - it.end.size() - 1] == '.')) {
             result_.profile = it.profile;
             result_.reason = "by its host name";
             given_up_ = true;

@@ -500,7 +500,7 @@ asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Ask
         if (!job->done && text.size() > sent_ && live(*job)) {
             add(writer_->text(std::string_view(text).substr(sent_)));
             sent_ = text.size();
-            co_await write(out);
+            if (!co_await write(out)) co_return false;
             out.clear();
             job->flow->go();
         } else if (job->done) {
@@ -645,7 +645,7 @@ void Core::count(const Response& response) {
 
 void Core::leave(const std::shared_ptr<Job>& job, bool delivered, bool asks_again) {
     job->listener = nullptr;
-    job->flow->go();
+    if (asks_again) job->flow->go(); // else what was not read stays held back until it is cancelled
     if (delivered) return forget(*job); // nobody else may get the same answer
     if (closing) return job->cancel.emit(asio::cancellation_type::terminal);
     job->linger.expires_after(asks_again ? options.retry_linger : options.linger);

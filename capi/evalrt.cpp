@@ -2,6 +2,7 @@
 #include "evalrt.h"
 
 #include "evalrt/evalrt.hpp"
+#include "evalrt/gateway.hpp"
 #include "json_text.hpp"
 #include "wire.hpp"
 
@@ -23,6 +24,7 @@
 #include <iterator>
 #include <mutex>
 #include <new>
+#include <random>
 #include <stdexcept>
 #include <thread>
 #include <unordered_map>
@@ -39,7 +41,7 @@ namespace {
 using namespace evalrt;
 
 // A field that goes where old callers' structs have padding would read what they left there.
-static_assert(sizeof(evalrt_config) == offsetof(evalrt_config, journal) + sizeof(char*));
+static_assert(sizeof(evalrt_config) == offsetof(evalrt_config, gateway_token) + sizeof(char*));
 static_assert(sizeof(evalrt_request) == offsetof(evalrt_request, name) + sizeof(char*));
 static_assert(sizeof(evalrt_event) == offsetof(evalrt_event, attempts) + sizeof(std::uint64_t));
 static_assert(sizeof(evalrt_code) == 4 && sizeof(evalrt_kind) == 4);
@@ -138,6 +140,17 @@ Order order_of(const char* name) {
     refuse("the order is \"{}\"; known are planned and fifo", order);
 }
 
+Wire wire_of(std::string_view name) {
+    if (name == "openai") return Wire::openai;
+    if (name == "anthropic") return Wire::anthropic;
+    refuse("the wire is \"{}\"; known are openai and anthropic", name);
+}
+
+std::uint16_t port_of(std::uint32_t port, const char* whose) {
+    if (port > 65535) refuse("the {} is {}: it ends at 65535", whose, port);
+    return std::uint16_t(port);
+}
+
 RuntimeOptions options_of(const evalrt_config& config) {
     RuntimeOptions options;
     if (config.backend) options.backend = config.backend;
@@ -145,8 +158,7 @@ RuntimeOptions options_of(const evalrt_config& config) {
     options.model = string_of(config.model);
     options.executable = string_of(config.executable);
     for (auto* arg = config.server_args; arg && *arg; ++arg) options.server_args.push_back(*arg);
-    if (config.port > 65535) refuse("the port is {}: it ends at 65535", config.port);
-    options.port = std::uint16_t(config.port);
+    options.port = port_of(config.port, "port");
     if (config.max_context > 0) options.max_context = config.max_context;
     options.max_in_flight = config.max_in_flight;
     options.order = order_of(config.order);
@@ -155,10 +167,28 @@ RuntimeOptions options_of(const evalrt_config& config) {
     options.api_key = string_of(config.api_key);
     options.ca_file = string_of(config.ca_file);
     options.journal.path = string_of(config.journal);
+    if (config.wire) options.wire = wire_of(config.wire);
+    options.override_model = config.gateway && !options.model.empty();
+    options.probe = options.ask_first = !config.no_probe;
     return options;
 }
 
-/// {key: content, "temperature", "max_tokens"} and what extra_json adds.
+/// Nothing: none is asked for.
+std::optional<GatewayOptions> gateway_of(const evalrt_config& config) {
+    GatewayOptions options;
+    options.port = port_of(config.gateway_port, "gateway_port");
+    options.token = string_of(config.gateway_token);
+    options.model = string_of(config.model);
+    if (std::any_of(options.token.begin(), options.token.end(),
+                    [](char c) { return c <= ' ' || c >= 0x7f; }))
+        refuse("the gateway_token has a space, a control character or no ASCII in it");
+    if (config.gateway) return options;
+    if (options.port > 0 || !options.token.empty())
+        refuse("gateway_port and gateway_token go with gateway: set it to true");
+    return {};
+}
+
+/// {key: content, "temperature", "max_tokens"}.
 std::string body_of(const evalrt_request& given, std::string_view key, std::string_view content) {
     if (!std::isfinite(given.temperature)) refuse("the temperature is no number");
     std::string body;
@@ -167,7 +197,10 @@ std::string body_of(const evalrt_request& given, std::string_view key, std::stri
     fmt::format_to(std::back_inserter(body), ", \"temperature\": {}", given.temperature);
     if (given.max_tokens > 0)
         fmt::format_to(std::back_inserter(body), ", \"max_tokens\": {}", given.max_tokens);
-    body += '}';
+    return body += '}';
+}
+
+std::string with_extra(const evalrt_request& given, std::string_view key, std::string body) {
     if (!given.extra_json) return body;
     if (const auto error = detail::check_object(given.extra_json))
         refuse("extra_json is {}", *error);
@@ -180,19 +213,19 @@ std::string body_of(const evalrt_request& given, std::string_view key, std::stri
 }
 
 std::string prompt_body(const evalrt_request& given) {
-    const auto body = body_of(given, "prompt", detail::json_string(given.prompt));
+    auto body = body_of(given, "prompt", detail::json_string(given.prompt));
     if (detail::check_object(body)) refuse("the prompt is not UTF-8");
-    return body;
+    return with_extra(given, "prompt", std::move(body));
 }
 
 std::string chat_body(const evalrt_request& given) {
-    std::string wrapped = "{\"messages\": ";
-    wrapped.append(given.messages_json).append("}");
-    if (const auto error = detail::check_object(wrapped)) refuse("messages_json is {}", *error);
-    const auto list = detail::members(wrapped);
-    if (list.size() != 1 || !list.front().value.starts_with('['))
+    auto body = body_of(given, "messages", given.messages_json);
+    if (const auto error = detail::check_object(body)) refuse("messages_json is {}", *error);
+    const auto list = detail::members(body);
+    const std::size_t own = given.max_tokens > 0 ? 3 : 2;
+    if (list.size() != own || !list.front().value.starts_with('['))
         refuse("messages_json is not a JSON array");
-    return body_of(given, "messages", list.front().value);
+    return with_extra(given, "messages", std::move(body));
 }
 
 std::string whole_body(const evalrt_request& given) {
@@ -229,7 +262,7 @@ Request request_of(const evalrt_request& given) {
 struct Call {
     Call(Request r, evalrt_event_fn f, void* u) : request(std::move(r)), on_event(f), user(u) {}
 
-    Request request; // empty once it is on its way
+    Request request;
     evalrt_event_fn on_event;
     void* user;
     evalrt_id id = 0;
@@ -247,6 +280,22 @@ evalrt_event event_of(const Call& call, evalrt_kind kind, const std::string& tex
     event.first_text_ms = -1;
     return event;
 }
+
+/// An answer that a check of parity may ask for again.
+struct Sampled {
+    evalrt_id id;
+    Request request;
+    std::string text;
+
+    std::string name() const { return request.name.empty() ? std::to_string(id) : request.name; }
+};
+
+struct ParityCheck {
+    std::vector<Sampled> sample;
+    std::size_t next = 0;
+    Parity parity;
+    std::promise<Failure> done;
+};
 
 /// What EVALRT_DONE has and EVALRT_TEXT has not.
 void fill(evalrt_event& event, const Response& response) {
@@ -273,6 +322,7 @@ struct evalrt_runtime {
     void cancel(evalrt_id id);
     void close();
     void release();
+    void check_parity();
     bool running() const;
     std::string summary() const;
 
@@ -280,13 +330,18 @@ struct evalrt_runtime {
 
 private:
     bool on_loop() { return io_.get_executor().running_in_this_thread(); }
-    void on_open();
+    Failure on_open();
+    Failure open_gateway();
     void loop();
     void log(std::string_view line);
     void admit();
     void start(std::unique_ptr<Call> call);
     void ended(evalrt_id id, Response response);
-    void record(const Response& response);
+    void record(const Response& response, bool given_up);
+    void sample(const Call& call, const Response& response);
+    void begin_check(std::unique_ptr<ParityCheck> check);
+    void ask_again();
+    void end_check(Failure failure);
     void look();
     void watch();
     void end_all();
@@ -296,7 +351,14 @@ private:
     asio::executor_work_guard<asio::io_context::executor_type> work_ = make_work_guard(io_);
     asio::steady_timer watch_{io_};
     std::unique_ptr<Runtime> runtime_;
+    std::optional<GatewayOptions> gateway_options_;
+    std::unique_ptr<Gateway> gateway_; // until it has ended
     std::unordered_map<evalrt_id, std::unique_ptr<Call>> calls_;
+    std::vector<Sampled> sample_; // of what was answered, each as likely as the others
+    std::size_t sample_size_;
+    std::uint64_t sampled_from_ = 0;
+    std::mt19937_64 random_;
+    std::unique_ptr<ParityCheck> check_; // while it runs
     void (*on_log_)(void*, const char*);
     void* log_user_;
     bool starts_server_;
@@ -311,14 +373,17 @@ private:
     bool running_ = true;
     Report report_;
     SchedulerStats stats_;
-    Clock::time_point first_, last_;
+    std::optional<Clock::time_point> first_, last_;
 
     std::mutex joining_; // of this, once it is open:
     std::thread thread_;
 };
 
 evalrt_runtime::evalrt_runtime(const evalrt_config& config)
-    : on_log_(config.on_log), log_user_(config.log_user) {
+    : gateway_options_(gateway_of(config)),
+      sample_size_(config.parity),
+      on_log_(config.on_log),
+      log_user_(config.log_user) {
     auto options = options_of(config);
     starts_server_ = options.url.empty();
     options.log = [this](std::string_view line) { log(line); };
@@ -336,13 +401,15 @@ void evalrt_runtime::open() {
     auto outcome = opened.get_future();
     runtime_->async_open(
         [this, opened = std::move(opened)](error_code code, std::string why) mutable {
+            Failure failure{code, std::move(why)};
+            if (!failure) failure = on_open();
             if (code) {
                 runtime_.reset();
                 work_.reset();
-            } else {
-                on_open();
+            } else if (failure) {
+                end_all();
             }
-            opened.set_value({code, std::move(why)});
+            opened.set_value(std::move(failure));
         });
     thread_ = std::thread([this] { loop(); });
     const auto failure = outcome.get();
@@ -351,7 +418,7 @@ void evalrt_runtime::open() {
     throw Failed(code_of(failure.code), failure.detail);
 }
 
-void evalrt_runtime::on_open() {
+Failure evalrt_runtime::on_open() {
     url = runtime_->url();
     model = runtime_->model();
     {
@@ -362,7 +429,29 @@ void evalrt_runtime::on_open() {
             report_.server_version = runtime_->server_version();
         report_.describe(runtime_->row());
     }
+    if (gateway_options_)
+        if (auto failure = open_gateway()) return failure;
     if (starts_server_) watch();
+    return {};
+}
+
+Failure evalrt_runtime::open_gateway() {
+    auto& options = *gateway_options_;
+    options.server_models = options.model.empty();
+    if (options.model.empty()) options.model = model;
+    options.server = &runtime_->server();
+    options.in_flight = [this] { return runtime_->backend().stats().in_flight; };
+    options.on_answer = [this](const Response& response) {
+        record(response, response.outcome == Errc::cancelled);
+    };
+    options.log = [this](std::string_view line) { log(line); };
+    auto gateway =
+        std::make_unique<Gateway>(io_.get_executor(), runtime_->front(), std::move(options));
+    if (auto failure = gateway->open())
+        return {asio::error::invalid_argument, "the gateway: " + failure.detail};
+    gateway_ = std::move(gateway);
+    url = gateway_->url() + "/v1";
+    return {};
 }
 
 void evalrt_runtime::loop() {
@@ -391,7 +480,7 @@ void evalrt_runtime::submit(std::unique_ptr<Call> call, evalrt_id* id) {
     inbox_.push_back(std::move(call));
     ++last_id_;
     if (id) *id = last_id_;
-    if (last_id_ == 1) first_ = Clock::now();
+    if (!first_) first_ = Clock::now();
 }
 
 void evalrt_runtime::cancel(evalrt_id id) {
@@ -425,13 +514,15 @@ void evalrt_runtime::start(std::unique_ptr<Call> owned) {
         ended(id, std::move(response));
     };
     runtime_->front().async_complete(
-        std::exchange(call.request, {}), std::move(on_text),
+        sample_size_ > 0 ? call.request : std::exchange(call.request, {}), std::move(on_text),
         asio::bind_cancellation_slot(call.cancel.slot(), std::move(done)));
 }
 
 void evalrt_runtime::ended(evalrt_id id, Response response) {
     const auto call = std::move(calls_.extract(id).mapped());
-    record(response);
+    // What closing ended has not failed: it was not run.
+    record(response, ending_ && response.outcome == Errc::cancelled);
+    if (sample_size_ > 0 && !response.outcome) sample(*call, response);
     auto event = event_of(*call, EVALRT_DONE, response.text);
     evalrt_error error{};
     if (response.outcome) {
@@ -446,20 +537,81 @@ void evalrt_runtime::ended(evalrt_id id, Response response) {
     stop_if_idle();
 }
 
-void evalrt_runtime::record(const Response& response) {
+void evalrt_runtime::record(const Response& response, bool given_up) {
     const std::lock_guard lock(mutex_);
-    // What closing ended has not failed: it was not run.
-    if (ending_ && response.outcome == Errc::cancelled)
+    if (given_up)
         ++report_.not_run;
     else
         report_.add(response);
     look();
+    stats_ = runtime_->backend().stats(); // not after a check of parity, which is no part of a run
     last_ = Clock::now();
+    const auto begun = *last_ - std::chrono::duration_cast<Clock::duration>(response.timing.total);
+    first_ = std::min(first_.value_or(begun), begun); // the gateway's are not submitted
 }
 
-// What the summary says of the scheduler and the server; holds the mutex.
+void evalrt_runtime::sample(const Call& call, const Response& response) {
+    const auto place = std::uniform_int_distribution(std::uint64_t(0), sampled_from_++)(random_);
+    if (sample_.size() >= sample_size_ && place >= sample_size_) return;
+    Sampled it{call.id, call.request, parity_text(response)};
+    if (sample_.size() < sample_size_)
+        sample_.push_back(std::move(it));
+    else
+        sample_[place] = std::move(it);
+}
+
+void evalrt_runtime::check_parity() {
+    if (on_loop()) refuse("evalrt_check_parity waits for answers: call it outside of callbacks");
+    if (sample_size_ == 0) refuse("evalrt_config.parity is 0: set it to how many answers to check");
+    auto check = std::make_unique<ParityCheck>();
+    auto done = check->done.get_future();
+    {
+        const std::lock_guard lock(mutex_);
+        if (closed_) throw Failed(EVALRT_CANCELLED, "the runtime is closed");
+        asio::post(io_, [this, check = std::move(check)]() mutable {
+            admit();
+            begin_check(std::move(check));
+        });
+    }
+    if (const auto failure = done.get()) throw Failed(code_of(failure.code), failure.detail);
+}
+
+void evalrt_runtime::begin_check(std::unique_ptr<ParityCheck> check) {
+    if (check_ || !calls_.empty() || (gateway_ && gateway_->stats().open > 0))
+        return check->done.set_value(
+            {asio::error::invalid_argument,
+             check_ ? "another check of parity runs"
+                    : "requests still run: wait for their EVALRT_DONE, then check parity"});
+    check_ = std::move(check);
+    check_->sample = sample_;
+    std::sort(check_->sample.begin(), check_->sample.end(),
+              [](const Sampled& a, const Sampled& b) { return a.id < b.id; });
+    ask_again();
+}
+
+void evalrt_runtime::ask_again() {
+    if (ending_) return end_check({asio::error::operation_aborted, "the runtime was closed"});
+    if (check_->next == check_->sample.size()) return end_check({});
+    auto request = check_->sample[check_->next].request;
+    runtime_->backend().async_complete(
+        std::move(request), {}, [this](error_code code, const Response& response) {
+            const auto& asked = check_->sample[check_->next++];
+            if (!code) check_->parity.add(asked.name(), parity_text(response) == asked.text);
+            ask_again();
+        });
+}
+
+void evalrt_runtime::end_check(Failure failure) {
+    if (!failure) {
+        const std::lock_guard lock(mutex_);
+        report_.parity = std::move(check_->parity);
+    }
+    std::exchange(check_, nullptr)->done.set_value(std::move(failure));
+    stop_if_idle();
+}
+
+// What the summary says of the server; holds the mutex.
 void evalrt_runtime::look() {
-    stats_ = runtime_->backend().stats();
     running_ = runtime_->running();
     report_.max_in_flight = std::max(report_.max_in_flight, stats_.most_limit);
     report_.server_restarts = runtime_->restarts();
@@ -497,11 +649,16 @@ void evalrt_runtime::end_all() {
     ending_ = true;
     runtime_->backend().close(Errc::cancelled, "the runtime was closed");
     runtime_->backend().cancel();
+    if (gateway_)
+        gateway_->async_close([this](error_code) {
+            gateway_.reset();
+            stop_if_idle();
+        });
     stop_if_idle();
 }
 
 void evalrt_runtime::stop_if_idle() {
-    if (!ending_ || !calls_.empty()) return;
+    if (!ending_ || !calls_.empty() || check_ || gateway_) return;
     runtime_->async_close([this](error_code) {
         runtime_.reset();
         watch_.cancel();
@@ -523,7 +680,8 @@ bool evalrt_runtime::running() const {
 
 std::string evalrt_runtime::summary() const {
     const std::lock_guard lock(mutex_);
-    return report_.json(stats_, std::chrono::duration<double>(last_ - first_).count());
+    const auto wall = last_ ? *last_ - *first_ : Clock::duration();
+    return report_.json(stats_, std::chrono::duration<double>(wall).count());
 }
 
 EVALRT_EXPORT uint32_t evalrt_abi(void) { return EVALRT_ABI; }
@@ -585,6 +743,13 @@ EVALRT_EXPORT evalrt_error* evalrt_submit(evalrt_runtime* runtime, const evalrt_
 
 EVALRT_EXPORT void evalrt_cancel(evalrt_runtime* runtime, evalrt_id id) {
     if (runtime) evalrt_error_free(guarded([&] { runtime->cancel(id); }));
+}
+
+EVALRT_EXPORT evalrt_error* evalrt_check_parity(evalrt_runtime* runtime) {
+    return guarded([&] {
+        if (!runtime) refuse("the runtime is NULL");
+        runtime->check_parity();
+    });
 }
 
 EVALRT_EXPORT evalrt_error* evalrt_summary(const evalrt_runtime* runtime, char** out) {

@@ -53,6 +53,21 @@ json::object percentiles(const detail::Quantiles& values) {
 
 } // namespace
 
+void Parity::add(std::string_view id, bool same) {
+    ++checked;
+    if (same)
+        ++identical;
+    else
+        different.emplace_back(id);
+}
+
+std::string parity_text(const Response& response) {
+    const auto at = response.body.find("\"choices\"");
+    auto end = response.body.rfind(", \"usage\"");
+    if (end == std::string::npos || end < at) end = response.body.size();
+    return at == std::string::npos ? response.text : response.body.substr(at, end - at);
+}
+
 void Report::describe(const BackendRow& row) {
     token_chunks_ = row.token_chunks;
     absent_cached_zero_ = row.absent_cached_zero;

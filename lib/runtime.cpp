@@ -281,13 +281,14 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             url = options.url;
             if (options.probe && !options.row && row.command.empty())
                 if (auto failure = co_await recognise()) co_return failure;
-            if (model.empty()) co_await find_model();
+            if (model.empty() && options.ask_first) co_await find_model();
             http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
             if (journal) {
                 if (auto failure = co_await begin_journal()) co_return failure;
                 if (options.enough && options.enough(*journal)) co_return without_server();
             }
-            if (auto failure = co_await first_token()) co_return failure;
+            if (options.ask_first)
+                if (auto failure = co_await first_token()) co_return failure;
         }
         if (journal && starts) {
             if (version.empty()) co_await learn_version();

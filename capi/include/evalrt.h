@@ -86,6 +86,18 @@ typedef struct evalrt_config {
     /* File that keeps every answer before its EVALRT_DONE; what it has is not asked again. One that
      * is damaged, in use or of another configuration is refused with EVALRT_JOURNAL. */
     const char* EVALRT_NULLABLE journal; /* default: none */
+    const char* EVALRT_NULLABLE wire;    /* that the server speaks: "openai" or "anthropic";
+                                            default: the backend's */
+    uint32_t parity;       /* answers, taken at random, that evalrt_check_parity asks again */
+    uint32_t gateway_port; /* default: any free one */
+    /* Serve programs of this machine that speak to OpenAI or Anthropic, at evalrt_url: what they
+     * ask is queued, ordered and counted with what is submitted here. A model that is set above
+     * then wins over those that bodies name. */
+    bool gateway;
+    /* With a url: send the server nothing but what is submitted. evalrt_open then finds out neither
+     * who answers there nor whether somebody does. */
+    bool no_probe;
+    const char* EVALRT_NULLABLE gateway_token; /* its clients must send it; default: none */
 } evalrt_config;
 
 typedef struct evalrt_request {
@@ -149,8 +161,9 @@ void evalrt_close(evalrt_runtime* EVALRT_NULLABLE runtime);
  * From a callback, events still follow: one EVALRT_DONE for each request, as always. */
 void evalrt_release(evalrt_runtime* EVALRT_NULLABLE runtime);
 
-/* Both lent until evalrt_release. */
-const char* evalrt_url(const evalrt_runtime* runtime);   /* for any OpenAI client: ".../v1" */
+/* For any OpenAI client, ends in /v1: the gateway, or else the server itself, past our queue. Lent
+ * until evalrt_release, as is the model. */
+const char* evalrt_url(const evalrt_runtime* runtime);
 const char* evalrt_model(const evalrt_runtime* runtime); /* for a body's "model"; may be empty */
 /* False once it is closed, and while the server that it started has ended and is started again. */
 bool evalrt_running(const evalrt_runtime* runtime);
@@ -163,8 +176,13 @@ evalrt_error* EVALRT_NULLABLE evalrt_submit(evalrt_runtime* runtime, const evalr
 /* Never blocks. Ends the request with EVALRT_CANCELLED, unless it ends by itself before that. */
 void evalrt_cancel(evalrt_runtime* runtime, evalrt_id id);
 
-/* The run so far as one JSON object: counts, throughput, latencies, cached tokens. The names are
- * those of `evalrt run --json`; what was not measured is null. Also after evalrt_close. */
+/* Asks evalrt_config.parity of the answers so far again, one at a time and past the journal, and
+ * returns when all have come: evalrt_summary then tells how many are the same. Not from a callback,
+ * and not while requests run (EVALRT_INVALID); submit nothing meanwhile. */
+evalrt_error* EVALRT_NULLABLE evalrt_check_parity(evalrt_runtime* runtime);
+
+/* The run so far as one JSON object: counts, throughput, latencies, cached tokens, parity, by the
+ * names of `evalrt run --json`; what was not measured is null. Also after evalrt_close. */
 evalrt_error* EVALRT_NULLABLE evalrt_summary(const evalrt_runtime* runtime,
                                              char* EVALRT_NULLABLE* EVALRT_NONNULL out);
 

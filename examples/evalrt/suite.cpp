@@ -235,7 +235,7 @@ private:
             first_failure_ = fmt::format("{}: {}: {}", suite_.jobs[index].id,
                                          name(*response.outcome), response.detail);
         if (!report_.server_version && !response.outcome) read_version(response.body);
-        if (common_.parity > 0 && !response.outcome) texts_[index] = answer_text(response);
+        if (common_.parity > 0 && !response.outcome) texts_[index] = parity_text(response);
         if (!unwritable_ && !suite_.on_result(index, response)) {
             unwritable_ = true;
             say("the results cannot be written (is the disk full?); the run ends, " +
@@ -253,14 +253,6 @@ private:
         report_.server_version = std::string(text.substr(0, text.find('"')));
     }
 
-    // All that was answered: text, tool calls, reasoning; not ids and times.
-    static std::string answer_text(const Response& response) {
-        const auto at = response.body.find("\"choices\"");
-        auto end = response.body.rfind(", \"usage\"");
-        if (end == std::string::npos || end < at) end = response.body.size();
-        return at == std::string::npos ? response.text : response.body.substr(at, end - at);
-    }
-
     asio::awaitable<void> check_parity() {
         std::vector<std::size_t> sample;
         for (const auto& [index, text] : texts_) sample.push_back(index);
@@ -273,12 +265,7 @@ private:
             Request request = suite_.jobs[index].request;
             auto [ec, response] =
                 co_await runtime_->backend().async_complete(std::move(request), {}, token);
-            if (ec) continue;
-            ++parity.checked;
-            if (answer_text(response) == texts_[index])
-                ++parity.identical;
-            else
-                parity.different.push_back(suite_.jobs[index].id);
+            if (!ec) parity.add(suite_.jobs[index].id, parity_text(response) == texts_[index]);
         }
         print(fmt::format("parity: {} of {} answers are the same one at a time", parity.identical,
                           parity.checked));

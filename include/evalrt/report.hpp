@@ -33,7 +33,12 @@ private:
 struct Parity {
     std::uint64_t checked = 0, identical = 0;
     std::vector<std::string> different; ///< ids
+
+    void add(std::string_view id, bool same);
 };
+
+/// What of an answer the other must have, too: text, tool calls, reasoning; not ids and times.
+std::string parity_text(const Response& response);
 
 /// Collects Responses; memory does not grow with their number. A figure that was not measured is
 /// null in the JSON, never 0.

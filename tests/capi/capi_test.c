@@ -3,14 +3,17 @@
 #define _DARWIN_C_SOURCE
 #include <evalrt.h>
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -39,6 +42,11 @@ static void check_error(int line, evalrt_error* error, evalrt_code code, const c
 }
 #define CHECK_ERROR(error, code, words) check_error(__LINE__, error, code, words)
 #define CHECK_OK(error) check_error(__LINE__, error, EVALRT_OK, "no error")
+
+/* What it writes to stdout. */
+static void read_all(FILE* file, char (*text)[2000]) {
+    (*text)[fread(*text, 1, sizeof *text - 1, file)] = 0;
+}
 
 /* One request and all that is told of it. */
 typedef struct Call {
@@ -132,14 +140,20 @@ static void submit(Call* call, const char* question) {
     CHECK(call->id != 0);
 }
 
-/* The lines of the fake server's log since the last call. */
-static char* asked(void) {
-    static char text[100000];
-    FILE* file = fopen(log_path, "r+");
+/* The lines of the fake server's log since the last asked(). */
+static char* log_so_far(void) {
+    static char text[200000];
+    FILE* file = fopen(log_path, "r");
     CHECK(file);
     text[fread(text, 1, sizeof text - 1, file)] = 0;
-    CHECK(ftruncate(fileno(file), 0) == 0);
     fclose(file);
+    return text;
+}
+
+/* The same, and begins anew: nothing may be on its way. */
+static char* asked(void) {
+    char* text = log_so_far();
+    CHECK(truncate(log_path, 0) == 0);
     return text;
 }
 
@@ -294,10 +308,97 @@ static void close_at_once(void) { two_hundred(at_once); }
 static void close_in_the_middle(void) { two_hundred(in_the_middle); }
 static void close_when_done(void) { two_hundred(when_all_is_done); }
 
+static int count_of(const char* text, const char* words) {
+    int count = 0;
+    for (; (text = strstr(text, words)); ++text) ++count;
+    return count;
+}
+
+static void close_running(void) {
+    static Call calls[many];
+    memset(calls, 0, sizeof calls);
+    evalrt_config config = with_server("small");
+    config.max_in_flight = many;
+    evalrt_runtime* runtime = open_with(config);
+    asked();
+    for (int i = 0; i < many; ++i) {
+        calls[i].runtime = runtime;
+        submit(&calls[i], "hold");
+    }
+    while (count_of(log_so_far(), "\"hold\"") < many) usleep(1000);
+    evalrt_close(runtime);
+    for (int i = 0; i < many; ++i) CHECK(calls[i].done == 1 && calls[i].code == EVALRT_CANCELLED);
+    evalrt_release(runtime);
+}
+
 static void* closer(void* runtime) {
     evalrt_close(runtime);
     return NULL;
 }
+
+enum { workers = 4, each = 50 };
+typedef struct Worker {
+    pthread_t thread;
+    evalrt_runtime* runtime;
+    bool until_closed;
+    int accepted;
+    Call calls[each];
+} Worker;
+
+static void* work(void* user) {
+    Worker* worker = user;
+    for (int i = 0; i < each; ++i) {
+        Call* call = &worker->calls[i];
+        call->runtime = worker->runtime;
+        evalrt_error* error = ask(call, i % 7 ? "quick" : "sleep 0.02", (evalrt_request){0});
+        if (error) {
+            CHECK(worker->until_closed);
+            CHECK_ERROR(error, EVALRT_CANCELLED, "the runtime is closed");
+            break;
+        }
+        ++worker->accepted;
+        if (i % 3 == 0) evalrt_cancel(worker->runtime, call->id);
+        if (i % 10 == 0) {
+            char* text;
+            CHECK_OK(evalrt_summary(worker->runtime, &text));
+            evalrt_string_free(text);
+        }
+        CHECK(evalrt_url(worker->runtime)[0] && evalrt_model(worker->runtime)[0]);
+        evalrt_running(worker->runtime);
+        if (worker->until_closed) usleep(1000);
+    }
+    return NULL;
+}
+
+static void from_threads(bool closed_meanwhile) {
+    static Worker all[workers];
+    memset(all, 0, sizeof all);
+    evalrt_runtime* runtime = open_server();
+    for (int i = 0; i < workers; ++i) {
+        all[i].runtime = runtime;
+        all[i].until_closed = closed_meanwhile;
+        CHECK(pthread_create(&all[i].thread, NULL, work, &all[i]) == 0);
+    }
+    if (closed_meanwhile) {
+        usleep(20000);
+        evalrt_close(runtime);
+    }
+    for (int i = 0; i < workers; ++i) {
+        pthread_join(all[i].thread, NULL);
+        for (int k = 0; k < all[i].accepted; ++k) {
+            Call* call = &all[i].calls[k];
+            if (!closed_meanwhile) wait_for(call);
+            CHECK(call->done == 1);
+            CHECK(call->code == EVALRT_CANCELLED ? closed_meanwhile || k % 3 == 0
+                                                 : call->code == EVALRT_OK);
+        }
+        CHECK(closed_meanwhile || all[i].accepted == each);
+    }
+    evalrt_release(runtime);
+}
+
+static void all_from_threads(void) { from_threads(false); }
+static void close_beside_threads(void) { from_threads(true); }
 
 static void close_from_threads(void) {
     static Call calls[20];
@@ -432,6 +533,45 @@ static void submit_after_close(void) {
     evalrt_release(call.runtime);
 }
 
+/* Where nobody answers yet. */
+static int listener(char (*url)[60]) {
+    const int server = socket(AF_INET, SOCK_STREAM, 0);
+    struct sockaddr_in place = {.sin_family = AF_INET,
+                                .sin_addr = {.s_addr = htonl(INADDR_LOOPBACK)}};
+    socklen_t size = sizeof place;
+    CHECK(bind(server, (struct sockaddr*)&place, size) == 0 && listen(server, 8) == 0);
+    CHECK(getsockname(server, (struct sockaddr*)&place, &size) == 0);
+    snprintf(*url, sizeof *url, "http://127.0.0.1:%d/v1", ntohs(place.sin_port));
+    return server;
+}
+
+static bool somebody_asks(int server) {
+    struct pollfd waiting = {.fd = server, .events = POLLIN};
+    return poll(&waiting, 1, 0) > 0;
+}
+
+/* What is asked next; it gets this answer. */
+static const char* answer_one(int server, const char* answer) {
+    static char text[10000];
+    const int client = accept(server, NULL, NULL);
+    CHECK(client >= 0);
+    size_t size = 0, whole = sizeof text - 1;
+    while (size < whole) {
+        const ssize_t more = read(client, text + size, sizeof text - 1 - size);
+        CHECK(more > 0);
+        text[size += (size_t)more] = 0;
+        const char* body = strstr(text, "\r\n\r\n");
+        const char* length = strstr(text, "Content-Length: ");
+        if (body && length) whole = (size_t)(body + 4 - text) + (size_t)atol(length + 16);
+    }
+    dprintf(client,
+            "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n"
+            "Connection: close\r\n\r\n%s",
+            strlen(answer), answer);
+    close(client);
+    return text;
+}
+
 static void check_open(int line, evalrt_config config, evalrt_code code, const char* words) {
     evalrt_runtime* runtime = (evalrt_runtime*)&config; /* must be overwritten */
     check_error(line, evalrt_open(&config, &runtime), code, words);
@@ -457,6 +597,18 @@ static void open_errors(void) {
     config = with_server("small");
     config.order = "best";
     CHECK_OPEN(config, EVALRT_INVALID, "\"best\"; known are planned and fifo");
+    config = with_server("small");
+    config.wire = "soap";
+    CHECK_OPEN(config, EVALRT_INVALID, "\"soap\"; known are openai and anthropic");
+    config = with_server("small");
+    config.gateway_port = 8080;
+    CHECK_OPEN(config, EVALRT_INVALID, "go with gateway");
+    config.gateway = true;
+    config.gateway_token = "a b";
+    CHECK_OPEN(config, EVALRT_INVALID, "gateway_token");
+    config.gateway_token = NULL;
+    config.gateway_port = 65536;
+    CHECK_OPEN(config, EVALRT_INVALID, "gateway_port is 65536");
     config = (evalrt_config){
         .struct_size = sizeof config, .backend = "openai-url", .url = "http://127.0.0.1:1/v1"};
     CHECK_OPEN(config, EVALRT_UNREACHABLE, "127.0.0.1:1");
@@ -468,6 +620,13 @@ static void open_errors(void) {
     const char* no_arguments[] = {"--no-such-option", NULL};
     config.server_args = no_arguments;
     CHECK_OPEN(config, EVALRT_EXITED, "--no-such-option");
+    char url[60];
+    const int taken = listener(&url);
+    config = with_server("small");
+    config.gateway = true;
+    config.gateway_port = (uint32_t)atoi(strrchr(url, ':') + 1);
+    CHECK_OPEN(config, EVALRT_INVALID, "the gateway: ");
+    close(taken);
     check_nothing_left(before);
 }
 
@@ -692,6 +851,192 @@ static void journal(void) {
     CHECK(system(file) == 0);
 }
 
+static void gateway(void) {
+    const Left before = left();
+    evalrt_config config = with_server("small");
+    config.gateway = true;
+    config.gateway_token = "secret";
+    config.max_in_flight = 2;
+    Call call = {.runtime = open_with(config)};
+    const char* url = evalrt_url(call.runtime);
+    CHECK(strncmp(url, "http://127.0.0.1:", 17) == 0 && strcmp(url + strlen(url) - 3, "/v1") == 0);
+    asked();
+    submit(&call, "sleep 0.3");
+    char command[1000], answers[2000];
+    snprintf(command, sizeof command, CLIENT " %s secret one two fail 'sleep 0.1'", url);
+    FILE* client = popen(command, "r");
+    read_all(client, &answers);
+    CHECK(pclose(client) == 0);
+    CHECK(strcmp(answers, "answer to one \nanswer to two \nHTTP 400\nanswer to sleep 0.1 \n") == 0);
+    wait_for(&call);
+    CHECK(call.code == EVALRT_OK);
+    const char* log = asked();
+    CHECK(!strstr(log, "of the client's own") && count_of(log, "\"default_model\"") == 5);
+    CHECK(strstr(log, "\"in_flight\": 2") && !strstr(log, "\"in_flight\": 3"));
+    const char* both[] = {"\"requests\":5", "\"answered\":4", "\"failures\":{\"rejected\":1}",
+                          NULL};
+    check_summary(call.runtime, both);
+
+    snprintf(command, sizeof command, CLIENT " %s wrong one", url);
+    client = popen(command, "r");
+    read_all(client, &answers);
+    CHECK(pclose(client) == 0 && strcmp(answers, "HTTP 401\n") == 0);
+
+    /* Closing ends its requests, too. */
+    snprintf(command, sizeof command, CLIENT " %s secret hold", url);
+    client = popen(command, "r");
+    while (!strstr(log_so_far(), "\"hold\"")) usleep(1000);
+    evalrt_close(call.runtime);
+    read_all(client, &answers);
+    CHECK(pclose(client) == 0 && strstr("no answer\nHTTP 503\nHTTP 499\n", answers));
+    const char* at_the_end[] = {"\"requests\":6", "\"answered\":4", "\"not_run\":1", NULL};
+    check_summary(call.runtime, at_the_end);
+    evalrt_release(call.runtime);
+    check_nothing_left(before);
+
+    /* In front of a server that runs; without a model of ours, bodies keep theirs. */
+    evalrt_runtime* owner = open_server();
+    config = (evalrt_config){.struct_size = sizeof config,
+                             .backend = "openai-url",
+                             .url = evalrt_url(owner),
+                             .gateway = true};
+    evalrt_runtime* runtime = open_with(config);
+    CHECK(strcmp(evalrt_url(runtime), evalrt_url(owner)) != 0);
+    asked();
+    snprintf(command, sizeof command, CLIENT " %s '' one", evalrt_url(runtime));
+    client = popen(command, "r");
+    read_all(client, &answers);
+    CHECK(pclose(client) == 0 && strcmp(answers, "answer to one \n") == 0);
+    CHECK(strstr(asked(), "\"model\": \"of the client's own\""));
+    evalrt_release(runtime);
+    evalrt_release(owner);
+}
+
+static void nothing_but_ours(void) {
+    char url[60];
+    const int server = listener(&url);
+    evalrt_config config = {.struct_size = sizeof config,
+                            .backend = "openai-url",
+                            .model = "m",
+                            .url = url,
+                            .wire = "anthropic",
+                            .no_probe = true};
+    Call call = {.runtime = open_with(config)};
+    CHECK(!somebody_asks(server));
+    CHECK_OK(ask(&call, "hi", (evalrt_request){.max_tokens = 5}));
+    const char* request = answer_one(
+        server, "{\"type\": \"message\", \"role\": \"assistant\", \"model\": \"m\", \"content\": "
+                "[{\"type\": \"text\", \"text\": \"hello\"}], \"stop_reason\": \"end_turn\", "
+                "\"usage\": {\"input_tokens\": 3, \"output_tokens\": 1}}");
+    CHECK(strncmp(request, "POST /v1/messages ", 18) == 0);
+    CHECK(strstr(request, "\r\nanthropic-version: 2023-06-01\r\n"));
+    wait_for(&call);
+    CHECK(call.code == EVALRT_OK && strcmp(call.text, "hello") == 0);
+    CHECK(call.last.prompt_tokens == 3 && call.last.attempts == 1);
+    CHECK(strstr(call.response, "\"finish_reason\": \"stop\"")); /* in the words of the request */
+    evalrt_release(call.runtime);
+    CHECK(!somebody_asks(server));
+    close(server);
+}
+
+static void then_check_parity(Call* call) {
+    CHECK_ERROR(evalrt_check_parity(call->runtime), EVALRT_INVALID, "outside of callbacks");
+}
+
+static void parity(void) {
+    evalrt_config config = with_server("small");
+    config.parity = 9;
+    Call calls[6];
+    memset(calls, 0, sizeof calls);
+    evalrt_runtime* runtime = open_with(config);
+    const char* not_yet[] = {"\"parity\":null", NULL};
+    check_summary(runtime, not_yet);
+    for (int i = 0; i < 6; ++i) {
+        const char* questions[] = {"one", "two", "count", "fail", "three", "four"};
+        calls[i].runtime = runtime;
+        CHECK_OK(ask(&calls[i], questions[i],
+                     (evalrt_request){.stream = i == 1, .name = i == 2 ? "changes" : NULL}));
+    }
+    for (int i = 0; i < 6; ++i) wait_for(&calls[i]);
+    asked();
+    CHECK_OK(evalrt_check_parity(runtime));
+    const char* log = asked();
+    CHECK(count_of(log, "\"in_flight\": 1}") == 5 && count_of(log, "\n") == 5);
+    const char* checked[] = {"\"parity\":{\"checked\":5,\"identical\":4,\"equal_score\":null,"
+                             "\"different\":1,\"ids\":[\"changes\"]}",
+                             "\"requests\":6", "\"attempts\":6", NULL};
+    check_summary(runtime, checked);
+
+    calls[0] = (Call){.runtime = runtime, .then = then_check_parity};
+    submit(&calls[0], "quick");
+    wait_for(&calls[0]);
+    calls[1] = (Call){.runtime = runtime};
+    submit(&calls[1], "hold");
+    CHECK_ERROR(evalrt_check_parity(runtime), EVALRT_INVALID, "requests still run");
+    evalrt_close(runtime);
+    CHECK_ERROR(evalrt_check_parity(runtime), EVALRT_CANCELLED, "the runtime is closed");
+    check_summary(runtime, checked + 3);
+    evalrt_release(runtime);
+
+    /* No more than were asked for, and none if none were. */
+    config.parity = 2;
+    runtime = open_with(config);
+    for (int i = 0; i < 6; ++i) {
+        calls[i] = (Call){.runtime = runtime};
+        submit(&calls[i], "quick");
+    }
+    for (int i = 0; i < 6; ++i) wait_for(&calls[i]);
+    CHECK_OK(evalrt_check_parity(runtime));
+    const char* two[] = {"\"checked\":2,\"identical\":2", NULL};
+    check_summary(runtime, two);
+    evalrt_release(runtime);
+    runtime = open_server();
+    CHECK_ERROR(evalrt_check_parity(runtime), EVALRT_INVALID, "parity is 0");
+    evalrt_release(runtime);
+}
+
+static void* closes_when_asked_again(void* runtime) {
+    while (!strstr(log_so_far(), "hold the second time")) usleep(1000);
+    evalrt_close(runtime);
+    return NULL;
+}
+
+static void close_while_checking(void) {
+    evalrt_config config = with_server("small");
+    config.parity = 1;
+    Call call = {.runtime = open_with(config)};
+    submit(&call, "hold the second time");
+    wait_for(&call);
+    CHECK(call.code == EVALRT_OK);
+    asked();
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, closes_when_asked_again, call.runtime) == 0);
+    CHECK_ERROR(evalrt_check_parity(call.runtime), EVALRT_CANCELLED, "closed");
+    pthread_join(thread, NULL);
+    check_summary(call.runtime, (const char*[]){"\"parity\":null", NULL});
+    evalrt_release(call.runtime);
+}
+
+static void own_signals(void) {
+    struct sigaction before[32], now;
+    sigset_t mask_before, mask_now;
+    memset(before, 0, sizeof before);
+    for (int i = 1; i < 32; ++i) sigaction(i, NULL, &before[i]);
+    pthread_sigmask(SIG_BLOCK, NULL, &mask_before);
+    Call call = {.runtime = open_server()};
+    submit(&call, "quick");
+    wait_for(&call);
+    for (int closed = 0; closed < 2; ++closed) {
+        for (int i = 1; i < 32; ++i)
+            CHECK(sigaction(i, NULL, &now) || now.sa_handler == before[i].sa_handler);
+        pthread_sigmask(SIG_BLOCK, NULL, &mask_now);
+        for (int i = 1; i < 32; ++i)
+            CHECK(sigismember(&mask_now, i) == sigismember(&mask_before, i));
+        evalrt_close(call.runtime);
+    }
+    evalrt_release(call.runtime);
+}
+
 static void two_runtimes(void) {
     Call first = {.runtime = open_server()}, second = {.runtime = open_server()};
     CHECK(strcmp(evalrt_url(first.runtime), evalrt_url(second.runtime)) != 0);
@@ -744,6 +1089,9 @@ static const struct {
     {"200 requests, every third cancelled, closed in the middle: 200 times done",
      close_in_the_middle},
     {"200 requests, every third cancelled, closed at the end: 200 times done", close_when_done},
+    {"closing ends 200 requests that the server works on", close_running},
+    {"several threads may submit, cancel and look", all_from_threads},
+    {"closing while several threads submit: what was accepted is done", close_beside_threads},
     {"several threads may close, and each waits for the end", close_from_threads},
     {"a callback may close, and does not wait", close_in_callback},
     {"a callback may release, and all ends by itself", release_in_callback},
@@ -757,6 +1105,11 @@ static const struct {
     {"the summary tells the run so far, also after the end", summary},
     {"the summary tells restarts, and the server's last words", summary_of_restarts},
     {"a journal answers what it holds, and a wrong one is refused", journal},
+    {"a gateway lets other programs use the runtime", gateway},
+    {"without a probe the server gets nothing but what is submitted", nothing_but_ours},
+    {"a sample of the answers is asked again, one at a time", parity},
+    {"closing ends a check of parity", close_while_checking},
+    {"signals stay as they are", own_signals},
     {"two runtimes do not know each other", two_runtimes},
     {"20 runtimes later no thread, descriptor or process is left", nothing_left},
 };

@@ -112,7 +112,10 @@ int main(void) {
                                   .api_key = "key",
                                   .order = "fifo",
                                   .max_in_flight = 2,
-                                  .startup_timeout_ms = 60000};
+                                  .startup_timeout_ms = 60000,
+                                  .wire = "openai",
+                                  .parity = 1,
+                                  .no_probe = true};
     for (size_t size = sizeof old_config; size <= sizeof config; size += sizeof(void*)) {
         evalrt_runtime* runtime = open_with(&config, size);
         ask_with(runtime, &request, sizeof request);

@@ -6,6 +6,7 @@ library only. Prints what it is asked to the file named in FAKE_OPENAI_LOG, a JS
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, required=True)
+parser.add_argument("--decode-concurrency", type=int)
 args = parser.parse_args()
 if os.path.islink(sys.argv[0]):  # a server with a log of its own
     os.environ["FAKE_OPENAI_LOG"] = sys.argv[0] + ".log"
@@ -28,6 +30,8 @@ if args.model == "dies-while-loading":
 lock = threading.Lock()
 running = 0
 hung = threading.Event()
+counter = itertools.count()
+heard = set()
 
 
 def busy():
@@ -100,9 +104,11 @@ class Handler(BaseHTTPRequestHandler):
         if question == "hang up once" and first_time():
             self.close_connection = True
             return None
-        if question == "hold":  # until the client goes
+        if question == "hold" or (question == "hold the second time" and question in heard):
+            # until the client goes
             self.connection.recv(1)
             return log({"gone": question})
+        heard.add(question)
         if question == "talk":
             return self.talk(body)
         if args.model == "dies-always" and body.get("max_tokens") != 1:
@@ -113,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(float(question.split()[1]))
         if args.model == "wrong-key":
             return self.answer(401, json.dumps({"error": {"message": "Incorrect API key"}}))
-        text = f"answer to {question}"
+        text = f"answer {next(counter)}" if question == "count" else f"answer to {question}"
         usage = {"prompt_tokens": 40, "completion_tokens": len(text.split()),
                  "prompt_tokens_details": {"cached_tokens": 20}}
         head = {"id": "chatcmpl-1", "model": body.get("model"), "created": 1,

@@ -282,12 +282,33 @@ TEST_CASE("notes are few, however many there are") {
     CHECK(summary(report).at("notes").as_array().size() == 100);
 }
 
+TEST_CASE("parity compares what was answered, not ids, times and counts") {
+    Response first, second;
+    first.body = R"({"id": "1", "created": 1, "choices": [{"message": {"content": "a"}}], )"
+                 R"("usage": {"prompt_tokens": 1}})";
+    second.body = R"({"id": "2", "created": 2, "choices": [{"message": {"content": "a"}}], )"
+                  R"("usage": {"prompt_tokens": 1, "cached": 1}})";
+    CHECK(parity_text(first) == parity_text(second));
+    second.body.replace(second.body.find("\"a\""), 3, "\"b\"");
+    CHECK(parity_text(first) != parity_text(second));
+    first = {}, second = {};
+    first.text = "one", second.text = "two";
+    CHECK(parity_text(first) != parity_text(second));
+}
+
 TEST_CASE("a check of parity stands in the summary when it was made") {
     Report report;
     report.parity = Parity{5, 3, {"a", "b\""}};
     CHECK(summary(report).at("parity") ==
           json::parse(R"({"checked": 5, "identical": 3, "equal_score": null, "different": 2,
                           "ids": ["a", "b\""]})"));
+    Parity parity;
+    parity.add("a", true);
+    parity.add("b", false);
+    report.parity = parity;
+    CHECK(summary(report).at("parity").at("checked") == 2);
+    CHECK(summary(report).at("parity").at("identical") == 1);
+    CHECK(summary(report).at("parity").at("ids") == boost::json::array{"b"});
     report.parity = Parity{};
     CHECK(summary(report).at("parity").at("checked") == 0);
 }

@@ -246,22 +246,7 @@ private:
 } // namespace
 
 int run_gateway(const GatewayCommand& command, const Common& common) {
-    std::signal(SIGPIPE, SIG_IGN); // a reader of our output that leaves is an error like others
-    asio::io_context io(1);
-    int code = exit_backend;
-    {
-        Service service(io, command, common);
-        asio::co_spawn(io, service.main(), [&](std::exception_ptr error, int result) {
-            code = result;
-            if (error) {
-                say("out of memory");
-                code = exit_backend;
-            }
-            io.stop();
-        });
-        io.run();
-    }
-    return code;
+    return run_to_end<Service>(command, common);
 }
 
 } // namespace evalrt::program

@@ -362,23 +362,6 @@ private:
 
 void say(std::string_view line) { fmt::print(stderr, "evalrt: {}\n", line); }
 
-int run_suite(Suite suite, const Common& common) {
-    std::signal(SIGPIPE, SIG_IGN); // a reader of our output that leaves is an error like others
-    asio::io_context io(1);
-    int code = exit_backend;
-    {
-        Run run(io, suite, common);
-        asio::co_spawn(io, run.main(), [&](std::exception_ptr error, int result) {
-            code = result;
-            if (error) {
-                say("out of memory");
-                code = exit_backend;
-            }
-            io.stop();
-        });
-        io.run();
-    }
-    return code;
-}
+int run_suite(Suite suite, const Common& common) { return run_to_end<Run>(suite, common); }
 
 } // namespace evalrt::program

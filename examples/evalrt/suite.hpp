@@ -5,6 +5,10 @@
 #include "evalrt/report.hpp"
 #include "evalrt/runtime.hpp"
 
+#include <boost/asio/co_spawn.hpp>
+#include <boost/asio/io_context.hpp>
+
+#include <csignal>
 #include <functional>
 #include <string>
 #include <vector>
@@ -52,6 +56,27 @@ int run_suite(Suite suite, const Common& common);
 
 /// A line on stderr.
 void say(std::string_view line);
+
+/// Makes a Program(io, args...) and runs its main() to the end; the exit code that it gives.
+template <class Program, class... Args>
+int run_to_end(Args&... args) {
+    std::signal(SIGPIPE, SIG_IGN); // a reader of our output that leaves is an error like others
+    asio::io_context io(1);
+    int code = exit_backend;
+    {
+        Program program(io, args...);
+        asio::co_spawn(io, program.main(), [&](std::exception_ptr error, int result) {
+            code = result;
+            if (error) {
+                say("out of memory");
+                code = exit_backend;
+            }
+            io.stop();
+        });
+        io.run();
+    }
+    return code;
+}
 
 } // namespace evalrt::program
 

@@ -19,6 +19,11 @@
 
 #ifdef __linux__
 #include <sys/prctl.h>
+#include <sys/syscall.h>
+#if __has_include(<linux/landlock.h>)
+#include <linux/landlock.h>
+#define EVALRT_LANDLOCK 1
+#endif
 #endif
 #ifdef __APPLE__
 #include <crt_externs.h>
@@ -52,6 +57,49 @@ bool in_foreground() {
 }
 
 std::string word(int error) { return std::strerror(error); }
+
+#ifdef EVALRT_LANDLOCK
+constexpr std::uint64_t writing = LANDLOCK_ACCESS_FS_WRITE_FILE | LANDLOCK_ACCESS_FS_REMOVE_DIR |
+                                  LANDLOCK_ACCESS_FS_REMOVE_FILE | LANDLOCK_ACCESS_FS_MAKE_CHAR |
+                                  LANDLOCK_ACCESS_FS_MAKE_DIR | LANDLOCK_ACCESS_FS_MAKE_REG |
+                                  LANDLOCK_ACCESS_FS_MAKE_SOCK | LANDLOCK_ACCESS_FS_MAKE_FIFO |
+                                  LANDLOCK_ACCESS_FS_MAKE_BLOCK | LANDLOCK_ACCESS_FS_MAKE_SYM;
+constexpr std::uint64_t moving = 1 << 13, truncating = 1 << 14; // not in every system's header
+
+long landlock_version() {
+    return ::syscall(SYS_landlock_create_ruleset, nullptr, 0, LANDLOCK_CREATE_RULESET_VERSION);
+}
+
+// A rule set by which nothing can be written but below these folders; -1: there is none.
+int make_confinement(const std::vector<std::string>& folders) {
+    const long version = landlock_version();
+    if (version < 1) return -1;
+    landlock_ruleset_attr all{};
+    all.handled_access_fs = writing | (version >= 2 ? moving : 0) | (version >= 3 ? truncating : 0);
+    const int rules = int(::syscall(SYS_landlock_create_ruleset, &all, sizeof all, 0));
+    if (rules < 0) return -1;
+    for (const auto& folder : folders) {
+        landlock_path_beneath_attr beneath{};
+        beneath.allowed_access = all.handled_access_fs;
+        beneath.parent_fd = ::open(folder.c_str(), O_PATH | O_CLOEXEC);
+        const long failed =
+            ::syscall(SYS_landlock_add_rule, rules, LANDLOCK_RULE_PATH_BENEATH, &beneath, 0);
+        ::close(beneath.parent_fd);
+        if (failed == 0) continue;
+        ::close(rules);
+        return -1;
+    }
+    return rules;
+}
+
+bool confine(int rules) {
+    return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+           ::syscall(SYS_landlock_restrict_self, rules, 0) == 0;
+}
+#else
+int make_confinement(const std::vector<std::string>&) { return -1; }
+bool confine(int) { return false; }
+#endif
 
 } // namespace
 
@@ -127,7 +175,8 @@ std::string Child::find(const std::string& name) {
 }
 
 std::string Child::start(const std::string& program, const std::vector<std::string>& arguments,
-                         const std::vector<std::string>& environment) {
+                         const std::vector<std::string>& environment, const Confinement* place) {
+    confined_ = place != nullptr;
     signals_.add(SIGINT);
     signals_.add(SIGTERM);
     signals_.add(SIGCHLD);
@@ -136,6 +185,12 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
     int errors[2];
     if (::pipe(errors) != 0) return "cannot make a pipe: " + word(errno);
     ::fcntl(errors[1], F_SETFD, FD_CLOEXEC);
+    int nothing = -1, words = -1, rules = -1;
+    if (place) {
+        nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+        words = ::open(place->errors.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+        rules = make_confinement({place->root, "/dev"});
+    }
     // No handler of ours may run in the child.
     sigset_t all, before;
     ::sigfillset(&all);
@@ -148,6 +203,17 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
         ::prctl(PR_SET_PDEATHSIG, SIGTERM);
         if (::getppid() != parent) ::_exit(127);
 #endif
+        const auto give_up = [&] {
+            const int error = errno;
+            [[maybe_unused]] const auto written = ::write(errors[1], &error, sizeof error);
+            ::_exit(127);
+        };
+        if (place) {
+            ::setsid();
+            if (::chdir(place->folder.c_str()) != 0 || ::dup2(nothing, 0) < 0 ||
+                ::dup2(nothing, 1) < 0 || ::dup2(words, 2) < 0 || (rules >= 0 && !confine(rules)))
+                give_up();
+        }
         for (int fd = 3; fd < end; ++fd)
             if (fd != errors[1] &&
                 (std::size_t(fd) >= inherited_.size() || !inherited_[std::size_t(fd)]))
@@ -158,13 +224,13 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
             ::sigaction(number, &standard, nullptr);
         ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
         ::execve(program.c_str(), argv.data(), envp.data());
-        const int error = errno;
-        [[maybe_unused]] const auto written = ::write(errors[1], &error, sizeof error);
-        ::_exit(127);
+        give_up();
     }
     int error = pid_ < 0 ? errno : 0;
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     ::close(errors[1]);
+    for (const int fd : {nothing, words, rules})
+        if (fd >= 0) ::close(fd);
     // Nothing comes if it has started.
     if (pid_ > 0)
         while (::read(errors[0], &error, sizeof error) < 0 && errno == EINTR) {}
@@ -178,12 +244,33 @@ boost::asio::awaitable<int> Child::wait() {
     constexpr auto token = boost::asio::as_tuple(boost::asio::use_awaitable);
     for (;;) {
         int status = 0;
-        if (::waitpid(pid_, &status, WNOHANG) == pid_)
+        if (::waitpid(pid_, &status, WNOHANG) == pid_) {
+            if (confined_) {
+                ::kill(-pid_, SIGKILL); // what it has left
+                signals_.clear();
+            }
+            pid_ = -1;
             co_return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+        }
         auto [ec, number] = co_await signals_.async_wait(token);
-        if (!ec && (number == SIGTERM || (number == SIGINT && !in_foreground())))
-            ::kill(pid_, number);
+        if (ec || number == SIGCHLD) continue;
+        if (confined_)
+            signal(SIGKILL);
+        else if (number == SIGTERM || !in_foreground())
+            signal(number);
     }
+}
+
+void Child::signal(int number) {
+    if (pid_ > 0) ::kill(confined_ ? -pid_ : pid_, number);
+}
+
+bool Child::can_confine() {
+#ifdef EVALRT_LANDLOCK
+    return landlock_version() >= 1;
+#else
+    return false;
+#endif
 }
 
 } // namespace evalrt::program

@@ -31,6 +31,13 @@ std::vector<std::string> harness_environment(std::vector<std::string> environmen
 
 std::vector<std::string> own_environment();
 
+/// Where a command runs that is not to leave anything behind.
+struct Confinement {
+    std::string folder; ///< it runs there
+    std::string root;   ///< it may write below this only (on Linux from 5.13), and to /dev
+    std::string errors; ///< file for what it says; its output goes nowhere, its input is empty
+};
+
 class Child {
 public:
     /// To be made before this program opens anything: what is open then, the child gets too.
@@ -39,18 +46,26 @@ public:
     /// Empty: there is no such program.
     static std::string find(const std::string& name);
 
-    /// Empty: it runs. Else what is wrong.
+    /// Empty: it runs. Else what is wrong. With a `place` it has no terminal, and a signal to us
+    /// kills it and all that it has started.
     std::string start(const std::string& program, const std::vector<std::string>& arguments,
-                      const std::vector<std::string>& environment);
+                      const std::vector<std::string>& environment,
+                      const Confinement* place = nullptr);
 
     /// Its exit code, 128 and the signal's number if one has ended it. Until then it gets the
     /// SIGINT and SIGTERM that we get.
     boost::asio::awaitable<int> wait();
 
+    void signal(int number);
+
+    /// The system keeps a confined command from writing elsewhere.
+    static bool can_confine();
+
 private:
     std::vector<bool> inherited_; // file descriptors
     boost::asio::signal_set signals_;
     pid_t pid_ = -1;
+    bool confined_ = false;
 };
 
 } // namespace evalrt::program

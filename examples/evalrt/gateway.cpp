@@ -1,8 +1,10 @@
 #include "gateway.hpp"
 
 #include "child.hpp"
+#include "evalrt/detail/complete.hpp"
 #include "evalrt/gateway.hpp"
 #include "gateway_wire.hpp"
+#include "rehearsal.hpp"
 
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
@@ -11,6 +13,7 @@
 #include <boost/asio/co_spawn.hpp>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/signal_set.hpp>
+#include <boost/asio/steady_timer.hpp>
 #include <boost/asio/use_awaitable.hpp>
 
 #include <fmt/format.h>
@@ -58,6 +61,73 @@ std::string read_listen(std::string text, GatewayOptions& options) {
     return {};
 }
 
+// Behind the address that a rehearsed command gets: nothing but what is known and placeholders.
+class Stage final : public Backend {
+public:
+    Stage(asio::any_io_executor executor, Rehearsal& rehearsal, std::function<void()> stuck)
+        : executor_(std::move(executor)), rehearsal_(rehearsal), stuck_(std::move(stuck)) {}
+    asio::any_io_executor get_executor() noexcept override { return executor_; }
+
+    std::size_t asked = 0;
+
+private:
+    void start_complete(Request request, TextSink, Handler handler) override {
+        ++asked;
+        auto response = rehearsal_.rehearse(request);
+        if (rehearsal_.stuck()) stuck_();
+        detail::complete(executor_, std::move(handler), error_code(), std::move(response));
+    }
+
+    asio::any_io_executor executor_;
+    Rehearsal& rehearsal_;
+    std::function<void()> stuck_;
+};
+
+// Behind the address of the run that counts: what was learned, and the server for all else.
+class Rehearsed final : public Backend {
+public:
+    Rehearsed(Backend& server, Rehearsal& rehearsal, std::function<void(const Response&)> on_answer,
+              std::function<void()> on_leak)
+        : server_(server),
+          rehearsal_(rehearsal),
+          on_answer_(std::move(on_answer)),
+          on_leak_(std::move(on_leak)) {}
+    asio::any_io_executor get_executor() noexcept override { return server_.get_executor(); }
+
+    std::size_t known = 0, asked = 0;
+
+private:
+    void start_complete(Request request, TextSink on_text, Handler handler) override {
+        if (rehearsal_.from_placeholder(request)) {
+            Response refused;
+            refused.outcome = Errc::rejected;
+            refused.detail = "this request has in it what a rehearsal left behind";
+            on_leak_();
+            return detail::complete(get_executor(), std::move(handler),
+                                    make_error_code(Errc::rejected), std::move(refused));
+        }
+        if (auto response = rehearsal_.known(request)) {
+            ++known;
+            return detail::complete(get_executor(), std::move(handler), error_code(),
+                                    std::move(*response));
+        }
+        ++asked;
+        const auto slot = asio::get_associated_cancellation_slot(handler);
+        server_.async_complete(std::move(request), std::move(on_text),
+                               asio::bind_cancellation_slot(
+                                   slot, [answered = on_answer_, handler = std::move(handler)](
+                                             error_code ec, Response response) mutable {
+                                       answered(response);
+                                       std::move(handler)(ec, std::move(response));
+                                   }));
+    }
+
+    Backend& server_;
+    Rehearsal& rehearsal_;
+    std::function<void(const Response&)> on_answer_;
+    std::function<void()> on_leak_;
+};
+
 class Service {
 public:
     Service(asio::io_context& io, const GatewayCommand& command, const Common& common)
@@ -65,7 +135,8 @@ public:
           common_(common),
           io_(io),
           child_(io.get_executor()),
-          signals_(io, SIGINT, SIGTERM) {}
+          signals_(io, SIGINT, SIGTERM),
+          changed_(io) {}
 
     asio::awaitable<int> main() {
         GatewayOptions front;
@@ -94,6 +165,7 @@ public:
             if (ec) return;
             interrupted_ = true;
             opening_.emit(asio::cancellation_type::terminal);
+            if (learning_) runtime_->backend().cancel();
         });
         if (options.url.empty())
             print(fmt::format("starting {} with {}", options.backend, options.model));
@@ -117,20 +189,20 @@ public:
         front.in_flight = [this] { return runtime_->backend().stats().in_flight; };
         front.on_answer = [this](const Response& response) { answered(response); };
         front.log = options.log;
-        Gateway gateway(io_.get_executor(), runtime_->front(), front);
-        int code = exit_usage;
-        if (const auto failure = gateway.open()) {
-            say(failure.detail);
-        } else {
-            started_ = Clock::now();
-            const auto address = fmt::format(R"({{"url": "{}/v1", "anthropic_url": "{}"}})",
-                                             gateway.url(), gateway.url());
-            code = command_.child.empty() ? co_await serve(address)
-                                          : co_await run_child(gateway, front);
-            const double wall = std::chrono::duration<double>(Clock::now() - started_).count();
-            co_await gateway.async_close(token);
-            summarise(wall);
+        started_ = Clock::now();
+        int code = exit_answered;
+        if (command_.rehearsals > 0) {
+            code = co_await rehearse(front);
+            rehearsal_.begin();
+            rehearsed_ = std::make_unique<Rehearsed>(
+                runtime_->front(), rehearsal_, std::exchange(front.on_answer, {}), [this] {
+                    if (!std::exchange(leaked_, true))
+                        say("the command asks what it has from its rehearsal: it keeps something "
+                            "outside its folder, and cannot be rehearsed; it is stopped");
+                    child_.signal(SIGTERM);
+                });
         }
+        if (code == exit_answered) code = co_await run(front);
         co_await runtime_->async_close(token);
         co_return code;
     }
@@ -174,6 +246,168 @@ private:
             report_.add(response);
     }
 
+    // The run that counts.
+    asio::awaitable<int> run(const GatewayOptions& front) {
+        auto& backend = rehearsed_ ? static_cast<Backend&>(*rehearsed_) : runtime_->front();
+        Gateway gateway(io_.get_executor(), backend, front);
+        if (const auto failure = gateway.open()) {
+            say(failure.detail);
+            co_return exit_usage;
+        }
+        const auto address = fmt::format(R"({{"url": "{}/v1", "anthropic_url": "{}"}})",
+                                         gateway.url(), gateway.url());
+        int code =
+            command_.child.empty() ? co_await serve(address) : co_await run_child(gateway, front);
+        const double wall = std::chrono::duration<double>(Clock::now() - started_).count();
+        co_await gateway.async_close(token);
+        if (rehearsed_)
+            print(fmt::format("{} of its {} requests were answered from the rehearsal",
+                              rehearsed_->known, rehearsed_->known + rehearsed_->asked));
+        if (leaked_ && code == 0) code = exit_failed;
+        summarise(wall);
+        co_return code;
+    }
+
+    // 0: what could be learned is known. Else the exit code.
+    asio::awaitable<int> rehearse(GatewayOptions front) {
+        front.on_answer = {};
+        for (unsigned round = 0; round < command_.rehearsals; ++round) {
+            const auto begin = Clock::now();
+            rehearsal_.begin();
+            ThrowAway copy;
+            std::error_code ec;
+            const auto folder = std::filesystem::current_path(ec);
+            if (const auto error = copy.make(folder); !error.empty()) {
+                say(error);
+                co_return exit_usage;
+            }
+            // Where the system does not keep it from writing elsewhere, at least its folder tells.
+            Snapshot before;
+            if (!Child::can_confine()) before = look_at(folder);
+            int code = 0;
+            std::size_t asked = 0;
+            {
+                Stage stage(io_.get_executor(), rehearsal_, [this] { child_.signal(SIGKILL); });
+                Gateway gateway(io_.get_executor(), stage, front);
+                if (const auto failure = gateway.open()) {
+                    say(failure.detail);
+                    co_return exit_usage;
+                }
+                const auto errors = (copy.root() / "stderr").string();
+                const auto error = start_rehearsal(gateway, front, copy, errors);
+                if (!error.empty()) {
+                    say(fmt::format("cannot start '{}': {}", program_, error));
+                    co_return exit_usage;
+                }
+                code = co_await child_.wait();
+                co_await gateway.async_close(token);
+                asked = stage.asked;
+                if (asked == 0 && !interrupted_) tell_why(code, errors);
+            }
+            if (interrupted_) co_return interrupted();
+            if (!Child::can_confine())
+                if (const auto file = changed(before, look_at(folder), own_files());
+                    !file.empty()) {
+                    say(fmt::format("the command cannot be rehearsed: although it ran in a copy of "
+                                    "its folder, {} has changed. Restore it, and leave --rehearse "
+                                    "out",
+                                    file));
+                    co_return exit_usage;
+                }
+            const bool stuck = rehearsal_.stuck();
+            const auto wanted = rehearsal_.take_wanted();
+            if (asked > 0)
+                print(fmt::format("rehearsed in {:.1f} s{}: {} requests, {} of them to be asked",
+                                  std::chrono::duration<double>(Clock::now() - begin).count(),
+                                  stuck       ? " (until it asked nothing new)"
+                                  : code != 0 ? fmt::format(" (exit code {})", code)
+                                              : "",
+                                  asked, wanted.size()));
+            if (wanted.empty()) break;
+            co_await learn(wanted);
+            if (interrupted_) co_return interrupted();
+        }
+        co_return exit_answered;
+    }
+
+    std::string start_rehearsal(const Gateway& gateway, const GatewayOptions& front,
+                                const ThrowAway& copy, const std::string& errors) {
+        std::vector<std::string> arguments, environment;
+        for (const auto& it : command_.child) arguments.push_back(copy.moved(it));
+        for (const auto& it : harness_environment(own_environment(), address_of(gateway, front))) {
+            const auto name = it.substr(0, it.find('='));
+            if (name != "TMPDIR" && name != "PWD") environment.push_back(copy.moved(it));
+        }
+        environment.push_back("TMPDIR=" + copy.temporary().string());
+        environment.push_back("PWD=" + copy.folder().string());
+        environment.push_back("EVALRT_REHEARSAL=1");
+        const Confinement place{copy.folder().string(), copy.root().string(), errors};
+        return child_.start(copy.moved(program_), arguments, environment, &place);
+    }
+
+    // Its last words: there was no placeholder that could stand in them.
+    void tell_why(int code, const std::string& errors) const {
+        std::ifstream file(errors);
+        std::string last;
+        for (std::string line; std::getline(file, line);)
+            if (!line.empty()) last = line;
+        say(fmt::format("the rehearsal asked nothing (exit code {}{}{}); a rehearsed command can "
+                        "write to its folder only",
+                        code, last.empty() ? "" : ": ", last));
+    }
+
+    int interrupted() const {
+        say("interrupted in the rehearsal: the command has not run");
+        return exit_interrupted;
+    }
+
+    std::vector<std::string> own_files() const {
+        std::vector<std::string> files;
+        std::error_code ignored;
+        for (const auto& it : {common_.json, common_.runtime.journal.path})
+            if (!it.empty()) files.push_back(std::filesystem::absolute(it, ignored).string());
+        return files;
+    }
+
+    asio::awaitable<void> learn(const std::vector<Rehearsal::Wanted>& wanted) {
+        std::size_t open = wanted.size(), failed = 0;
+        learning_ = true;
+        for (const auto& it : wanted)
+            runtime_->front().async_complete(it.request, {}, [&](error_code, Response response) {
+                // A failure is not kept: who asks for real gets its own.
+                if (response.outcome)
+                    ++failed;
+                else
+                    answered(response);
+                rehearsal_.learn(it, std::move(response));
+                if (--open == 0) changed_.cancel();
+            });
+        auto next_line = Clock::now() + std::chrono::seconds(5);
+        while (open > 0) {
+            changed_.expires_after(std::chrono::seconds(1));
+            co_await changed_.async_wait(token);
+            if (open == 0 || Clock::now() < next_line) continue;
+            next_line = Clock::now() + std::chrono::seconds(5);
+            print(fmt::format("{}/{} answered", wanted.size() - open, wanted.size()));
+        }
+        learning_ = false;
+        if (failed > 0 && !interrupted_)
+            print(fmt::format("{} of {} failed: the command will ask for them itself", failed,
+                              wanted.size()));
+    }
+
+    GatewayAddress address_of(const Gateway& gateway, const GatewayOptions& front) const {
+        GatewayAddress address;
+        address.url = gateway.url();
+        address.host = address.url.substr(7, address.url.rfind(':') - 7);
+        address.port = gateway.port();
+        address.token = front.token;
+        std::error_code ignored;
+        if (std::filesystem::is_directory(common_.runtime.model, ignored))
+            address.tokenizer = common_.runtime.model;
+        return address;
+    }
+
     asio::awaitable<int> serve(const std::string& address) {
         fmt::print("{}\n", address);
         std::fflush(stdout);
@@ -183,14 +417,7 @@ private:
     }
 
     asio::awaitable<int> run_child(const Gateway& gateway, const GatewayOptions& front) {
-        GatewayAddress address;
-        address.url = gateway.url();
-        address.host = address.url.substr(7, address.url.rfind(':') - 7);
-        address.port = gateway.port();
-        address.token = front.token;
-        std::error_code ignored;
-        if (std::filesystem::is_directory(common_.runtime.model, ignored))
-            address.tokenizer = common_.runtime.model;
+        const auto address = address_of(gateway, front);
         print(fmt::format("{}/v1 for {}", address.url, command_.child.front()));
         const auto environment = harness_environment(own_environment(), address);
         if (interrupted_) co_return exit_interrupted;
@@ -237,10 +464,13 @@ private:
     std::string program_; // the child's
     asio::signal_set signals_;
     asio::cancellation_signal opening_;
+    asio::steady_timer changed_;
     std::unique_ptr<Runtime> runtime_;
+    Rehearsal rehearsal_{Rehearsal::new_marker()};
+    std::unique_ptr<Rehearsed> rehearsed_; // null: nothing was
     Report report_;
     Clock::time_point started_;
-    bool interrupted_ = false, unwritable_ = false;
+    bool interrupted_ = false, unwritable_ = false, learning_ = false, leaked_ = false;
 };
 
 } // namespace

@@ -12,6 +12,7 @@ namespace evalrt::program {
 struct GatewayCommand {
     std::string listen = "127.0.0.1"; ///< HOST:PORT, HOST or PORT
     std::string token_file;
+    unsigned rehearsals = 0;        ///< before the child runs for real
     std::vector<std::string> child; ///< program and arguments; empty: none
 };
 

@@ -385,6 +385,10 @@ int main(int argc, char** argv) {
                                "HOST:PORT (default: 127.0.0.1 and a free port)");
     gateway_command.add_option("--token-file", gateway.token_file,
                                "File with a token that clients must send");
+    gateway_command.add_flag(
+        "--rehearse{1}", gateway.rehearsals,
+        "For a command that asks one question at a time: run it N times (default: once) against "
+        "placeholders in a copy of the folder, to ask its questions together");
     add_common(gateway_command, options);
 
     std::vector<std::string> runs;
@@ -445,6 +449,8 @@ int main(int argc, char** argv) {
         if (auto error = settle(options); !error.empty()) return fail(error);
         if (options.common.parity > 0)
             return fail("--parity is for runs: a gateway does not know the requests");
+        if (gateway.rehearsals > 0 && gateway.child.empty())
+            return fail("--rehearse is for a command: gateway --rehearse -- CMD...");
         return run_gateway(gateway, options.common);
     }
     if (bfcl_command.parsed()) return run_bfcl(options, asked);

@@ -5,6 +5,7 @@
 """
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -30,9 +31,10 @@ TOOL_TEXT, *TOOLS = ANSWERS["tools"][0]
 
 class Upstream(BaseHTTPRequestHandler):
     """An OpenAI server that answers the question "tools" with two calls, "hold" with nothing until
-    the client goes, "flood" with as much as is read, and /tokenize with what it was asked."""
+    the client goes, "flood" with as much as is read, "slow..." after a while, and /tokenize with what it was asked."""
     protocol_version = "HTTP/1.1"
     asked, left, flooded, no_models = [], threading.Event(), 0, False
+    numbers = itertools.count(1)
 
     def log_message(self, *_):
         pass
@@ -87,6 +89,11 @@ class Upstream(BaseHTTPRequestHandler):
         calls = [{"id": f"call_{i}", "type": "function", "function": {
             "name": name, "arguments": arguments}}
             for i, (name, arguments) in enumerate([("get_weather", '{"city": "Zürich"}'), ("now", "")])]
+        if question.startswith("slow"):  # another answer each time
+            time.sleep(0.3)
+            text = f"answer {next(self.numbers)} to {question}"
+            return self.answer(200, {"id": "c", "choices": [{"index": 0, "finish_reason": "stop",
+                "message": {"role": "assistant", "content": text}}]})
         if not body.get("stream"):
             message = {"role": "assistant", "content": TEXT, "tool_calls": []}
             return self.answer(200, {"id": "c", "choices": [
@@ -201,9 +208,9 @@ class Gateway(unittest.TestCase):
         clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
         for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "REMOTE_OPENAI_API_KEY"):
             clean.pop(name, None)
-        return subprocess.Popen([EVALRT, "gateway", *map(str, args)], cwd=self.dir, text=True,
+        return subprocess.Popen([EVALRT, "gateway", *map(str, args)], text=True,
                                 env={**clean, **(env or {})}, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, **more)
+                                stderr=subprocess.PIPE, **{"cwd": self.dir, **more})
 
     def start(self, *args, env=None):
         process = self.popen(args, env or {"OPENAI_API_KEY": KEY, "ANTHROPIC_API_KEY": KEY})
@@ -477,10 +484,179 @@ class Gateway(unittest.TestCase):
         code, _, err = self.child("no-such-program-here")
         self.assertEqual(code, 2)
         self.assertIn("there is no program 'no-such-program-here'", err)
+        process = self.popen([*self.openai, "--rehearse"])
+        self.assertIn("--rehearse is for a command", process.communicate(timeout=20)[1])
         process = self.popen([*self.openai, "--"])
         self.assertIn("no command behind --", process.communicate(timeout=20)[1])
         self.assertEqual(process.returncode, 2)
         self.assertEqual(Upstream.asked, [])
+
+    # Rehearsals
+
+    SCRIPT = """
+import json, os, sys, urllib.request
+def ask(question, *before, **more):
+    messages = [{"role": "user", "content": it} for it in (*before, question)]
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+                                     json.dumps({"messages": messages, **more}).encode(),
+                                     {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+def keep(text, file="out.txt"):
+    print(text, flush=True)
+    print(text, file=sys.stderr)
+    with open(file, "a") as out:
+        out.write(text + "\\n")
+rehearsed = "EVALRT_REHEARSAL" in os.environ
+"""
+
+    def rehearse(self, script, *arguments, option="--rehearse", code=0, **more):
+        """What the command and evalrt have written: nothing of it, and no file, has a placeholder."""
+        temporary = self.dir / "temporary"
+        temporary.mkdir(exist_ok=True)
+        work = self.dir / "work"
+        work.mkdir(exist_ok=True)
+        (self.dir / "script.py").write_text(self.SCRIPT + script)
+        process = self.popen([*self.openai, option, "--max-in-flight", 8, "--json",
+                              self.dir / "summary.json", "--", sys.executable,
+                              self.dir / "script.py", *arguments],
+                             env={"TMPDIR": str(temporary), "PWD": str(work)}, cwd=work,
+                             **more)
+        out, err = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, code, err)
+        for text in (out, err, *(it.read_text() for it in self.dir.rglob("*") if it.is_file())):
+            self.assertNotIn("placeholder", text)
+        self.assertEqual(list(temporary.iterdir()), [])
+        return out, err
+
+    def questions(self):
+        return sorted(it["body"]["messages"][-1]["content"] for it in Upstream.asked
+                      if it["body"]["messages"][-1]["content"].startswith("slow"))
+
+    def test_a_sequential_command_is_rehearsed_and_its_questions_asked_together(self):
+        out, err = self.rehearse("""
+for i in range(16):
+    keep(ask(f"slow {i}", temperature=0, stream=False))
+""")
+        lines = out.splitlines()
+        self.assertEqual((self.dir / "work" / "out.txt").read_text(), out)
+        self.assertEqual([line.split(" to ")[1] for line in lines], [f"slow {i}" for i in range(16)])
+        self.assertEqual(self.questions(), sorted(f"slow {i}" for i in range(16)))  # once each
+        self.assertIn("16 requests, 16 of them to be asked", err)
+        self.assertIn("16 of its 16 requests were answered from the rehearsal", err)
+        self.assertIn("16 answered, 0 failed", err)
+        summary = json.loads((self.dir / "summary.json").read_text())
+        self.assertEqual((summary["answered"], summary["failed"]), (16, 0))
+        self.assertGreater(summary["in_flight_mean"], 2)
+
+    def test_samples_of_one_question_are_different_answers(self):
+        out, _ = self.rehearse("""
+for i in range(4):
+    keep(ask("slow", temperature=1))
+""")
+        self.assertEqual(len(set(out.splitlines())), 4)
+        self.assertEqual(len(self.questions()), 4)
+
+    TURNS = """
+for i in range(4):
+    first = ask(f"slow {i}")
+    keep(ask("slow then", f"slow {i}", first))
+"""
+
+    def test_a_second_turn_is_asked_for_real_or_learned_in_a_second_round(self):
+        _, err = self.rehearse(self.TURNS)
+        self.assertIn("4 of its 8 requests were answered from the rehearsal", err)
+        self.assertEqual(len(self.questions()), 8)
+        Upstream.asked.clear()
+        _, err = self.rehearse(self.TURNS, option="--rehearse=3")
+        self.assertIn("8 of its 8 requests were answered from the rehearsal", err)
+        self.assertIn("8 answered, 0 failed", err)
+        self.assertEqual(len(self.questions()), 8)
+        self.assertEqual(err.count("rehearsed in"), 3)  # the third finds that all is known
+
+    def test_a_folder_by_its_whole_name_is_led_to_the_copy(self):
+        out, _ = self.rehearse("""
+keep(ask("slow"), sys.argv[1])
+keep(ask("slow"), os.path.join(os.environ["PWD"], "by-pwd"))
+open(os.path.join(os.environ.get("TMPDIR"), "left"), "w") if rehearsed else None
+""", self.dir / "work" / "by-name")
+        work = self.dir / "work"
+        self.assertEqual((work / "by-name").read_text() + (work / "by-pwd").read_text(), out)
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux keeps a rehearsal from writing elsewhere")
+    def test_what_a_rehearsal_would_write_elsewhere_is_not_written(self):
+        (self.dir / "elsewhere").mkdir()
+        out, err = self.rehearse("""
+try:
+    keep(ask("slow"), sys.argv[1] + "/file")
+except PermissionError:
+    os.remove(sys.argv[1] + "/file")
+""", self.dir / "elsewhere")
+        self.assertEqual((self.dir / "elsewhere" / "file").read_text(), out)
+        self.assertEqual(out.count("\n"), 1)
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux keeps a rehearsal from writing elsewhere")
+    def test_a_command_that_cannot_be_rehearsed_runs_as_without(self):
+        out, err = self.rehearse("""
+open(sys.argv[1], "w").close()
+keep(ask("slow"))
+""", self.dir / "log")
+        self.assertIn("the rehearsal asked nothing (exit code 1: PermissionError", err)
+        self.assertEqual(self.questions(), ["slow"])
+        self.assertIn(" to slow", out)
+
+    @unittest.skipUnless(os.path.isdir("/dev/shm"), "where a rehearsed command can leave something")
+    def test_a_placeholder_that_got_out_is_seen_and_asked_nobody(self):
+        leak = Path("/dev/shm") / f"evalrt-test-{os.getpid()}"
+        self.addCleanup(leak.unlink, missing_ok=True)
+        _, err = self.rehearse("""
+if rehearsed:
+    open(sys.argv[1], "w").write(ask("slow"))
+else:
+    keep(ask("slow it is " + open(sys.argv[1]).read()))
+""", leak, code=128 + signal.SIGTERM)
+        self.assertIn("it keeps something outside its folder", err)
+        self.assertEqual(self.questions(), ["slow"])
+
+    def test_a_command_that_waits_for_an_answer_it_likes_is_not_rehearsed_for_ever(self):
+        out, err = self.rehearse("""
+while "answer" not in (text := ask("slow")):
+    pass
+keep(text)
+""")
+        self.assertIn("until it asked nothing new", err)
+        self.assertEqual(self.questions(), ["slow"])
+
+    def test_an_interrupted_rehearsal_runs_nothing_and_leaves_nothing(self):
+        for script in ("ask('slow'); print('there', file=sys.stderr); time.sleep(60)",
+                       "ask('hold')"):  # in the rehearsal, and while its questions are asked
+            with self.subTest(script):
+                (self.dir / "script.py").write_text(self.SCRIPT + "import time\n" + script)
+                temporary = self.dir / "temporary"
+                temporary.mkdir(exist_ok=True)
+                process = self.popen([*self.openai, "--rehearse", "--", sys.executable, "script.py"],
+                                     env={"TMPDIR": str(temporary)}, start_new_session=True)
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline and not any(
+                        "there" in it.read_text() for it in temporary.rglob("stderr")) and not any(
+                        it["body"]["messages"][-1]["content"] == "hold" for it in Upstream.asked):
+                    time.sleep(0.02)
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=20)
+                self.assertEqual((process.returncode, out), (130, ""), err)
+                self.assertIn("interrupted in the rehearsal", err)
+                self.assertEqual(list(temporary.iterdir()), [])
+        rows = subprocess.run(["ps", "-axo", "command="], capture_output=True, text=True).stdout
+        self.assertNotIn(str(self.dir), rows)
+
+    def test_a_failure_in_a_rehearsal_is_the_command_s_own(self):
+        out, err = self.rehearse("""
+try:
+    ask("too long")
+except urllib.error.HTTPError as error:
+    keep(str(error.code))
+""")
+        self.assertEqual(out, "400\n")
+        self.assertIn("1 of 1 failed: the command will ask for them itself", err)
 
     # The child
 

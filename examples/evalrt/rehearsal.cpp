@@ -1,0 +1,368 @@
+#include "rehearsal.hpp"
+
+#include "json_text.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <random>
+#include <system_error>
+
+#include <stdlib.h>
+
+namespace evalrt::program {
+namespace {
+
+namespace fs = std::filesystem;
+using detail::elements;
+using detail::from_json_string;
+using detail::json_string;
+using detail::Member;
+using detail::member;
+using detail::members;
+
+std::string_view member_of(std::string_view object, std::string_view key) {
+    if (!object.starts_with('{')) return {};
+    return member(members(object), key).value_or("");
+}
+
+// JSON that a schema asks for. Not what no model can be held to: references, patterns.
+std::string sample(std::string_view schema, std::string_view marker, int depth = 0) {
+    if (!schema.starts_with('{') || depth > 16) return json_string(marker);
+    const auto list = members(schema);
+    if (const auto options = member(list, "enum"); options && options->starts_with('['))
+        if (const auto values = elements(*options); !values.empty()) return std::string(values[0]);
+    if (const auto only = member(list, "const")) return std::string(*only);
+    for (const auto key : {"anyOf", "oneOf", "allOf"})
+        if (const auto options = member(list, key); options && options->starts_with('['))
+            if (const auto values = elements(*options); !values.empty())
+                return sample(values[0], marker, depth + 1);
+    auto type = member(list, "type").value_or("");
+    if (type.starts_with('['))
+        if (const auto types = elements(type); !types.empty()) type = types[0];
+    if (type == "\"integer\"" || type == "\"number\"") return "0";
+    if (type == "\"boolean\"") return "false";
+    if (type == "\"null\"") return "null";
+    const auto properties = member(list, "properties");
+    if (type == "\"array\"") {
+        const auto items = member(list, "items");
+        return items ? "[" + sample(*items, marker, depth + 1) + "]" : "[]";
+    }
+    if (type != "\"object\"" && !properties) return json_string(marker);
+    std::string out;
+    for (const auto& it : members(properties.value_or("{}")))
+        out += fmt::format("{}\"{}\": {}", out.empty() ? "" : ", ", it.key,
+                           sample(it.value, marker, depth + 1));
+    if (out.empty()) out = "\"placeholder\": " + json_string(marker);
+    return "{" + out + "}";
+}
+
+std::size_t count_of(std::string_view number) {
+    std::size_t n = 1;
+    std::from_chars(number.data(), number.data() + number.size(), n);
+    return std::clamp<std::size_t>(n, 1, 1024);
+}
+
+struct Tool {
+    std::string name, schema; // JSON
+};
+
+// The tool that the request insists on, if any.
+std::optional<Tool> forced_tool(const std::vector<Member>& body, bool anthropic) {
+    const auto choice = member(body, "tool_choice").value_or("");
+    std::string_view wanted;
+    if (choice.starts_with('{')) {
+        const auto type = member_of(choice, "type");
+        wanted = anthropic ? member_of(choice, "name")
+                           : member_of(member_of(choice, "function"), "name");
+        if (type != "\"any\"" && type != "\"tool\"" && type != "\"function\"") return {};
+    } else if (choice != "\"required\"") {
+        return {};
+    }
+    const auto tools = member(body, "tools").value_or("");
+    if (!tools.starts_with('[')) return {};
+    for (const auto it : elements(tools)) {
+        const auto function = anthropic ? it : member_of(it, "function");
+        const auto name = member_of(function, "name");
+        if (name.empty() || (!wanted.empty() && name != wanted)) continue;
+        return Tool{std::string(name),
+                    std::string(member_of(function, anthropic ? "input_schema" : "parameters"))};
+    }
+    return {};
+}
+
+std::string chat(const std::vector<Member>& body, std::string_view marker, Response& response) {
+    std::string choices, message;
+    response.finish_reason = "stop";
+    if (const auto tool = forced_tool(body, false)) {
+        response.finish_reason = "tool_calls";
+        message = fmt::format(
+            R"("content": null, "tool_calls": [{{"id": {}, "type": "function", "function": )"
+            R"({{"name": {}, "arguments": {}}}}}])",
+            json_string(fmt::format("call_{}", marker)), tool->name,
+            json_string(
+                sample(tool->schema.empty() ? "{\"type\": \"object\"}" : tool->schema, marker)));
+    } else {
+        const auto format = member(body, "response_format").value_or("");
+        const auto type = member_of(format, "type");
+        response.text = marker;
+        if (type == "\"json_schema\"")
+            response.text = sample(member_of(member_of(format, "json_schema"), "schema"), marker);
+        else if (type == "\"json_object\"")
+            response.text = sample("{\"type\": \"object\"}", marker);
+        message = "\"content\": " + json_string(response.text);
+    }
+    const auto n = count_of(member(body, "n").value_or("1"));
+    for (std::size_t i = 0; i < n; ++i)
+        choices += fmt::format(R"({}{{"index": {}, "message": {{"role": "assistant", {}}}, )"
+                               R"("logprobs": null, "finish_reason": "{}"}})",
+                               i ? ", " : "", i, message, response.finish_reason);
+    return fmt::format(R"("object": "chat.completion", "choices": [{}])", choices);
+}
+
+std::string completions(const std::vector<Member>& body, std::string_view marker,
+                        Response& response) {
+    response.text = marker;
+    response.finish_reason = "stop";
+    // Text, a list of texts, a list of tokens, or a list of those.
+    const auto prompt = member(body, "prompt").value_or("\"\"");
+    std::vector<std::string_view> prompts{prompt};
+    if (prompt.starts_with('[')) {
+        const auto list = elements(prompt);
+        if (!list.empty() && (list[0].starts_with('"') || list[0].starts_with('['))) prompts = list;
+    }
+    const auto logprobs = member(body, "logprobs").value_or("null");
+    const bool wanted = logprobs != "null" && logprobs != "false";
+    const auto n = count_of(member(body, "n").value_or("1"));
+    std::string choices;
+    std::size_t index = 0;
+    for (const auto& it : prompts)
+        for (std::size_t i = 0; i < n; ++i) {
+            std::string scores = "null";
+            if (wanted) {
+                const auto word = json_string(marker);
+                std::string tokens = word, numbers = "null", tops = "null", offsets = "0";
+                const auto length = it.starts_with('[') ? elements(it).size() : 1;
+                for (std::size_t k = 0; k < length; ++k) {
+                    tokens += ", " + word;
+                    numbers += ", -1.0";
+                    tops += fmt::format(", {{{}: -1.0}}", word);
+                    offsets += ", 0";
+                }
+                scores = fmt::format(R"({{"tokens": [{}], "token_logprobs": [{}], "top_logprobs": )"
+                                     R"([{}], "text_offset": [{}]}})",
+                                     tokens, numbers, tops, offsets);
+            }
+            choices += fmt::format(
+                R"({}{{"index": {}, "text": {}, "logprobs": {}, "finish_reason": "stop"}})",
+                index ? ", " : "", index, json_string(marker), scores);
+            ++index;
+        }
+    return fmt::format(R"("object": "text_completion", "choices": [{}])", choices);
+}
+
+std::string message(const std::vector<Member>& body, std::string_view marker, Response& response) {
+    std::string block;
+    response.finish_reason = "stop";
+    if (const auto tool = forced_tool(body, true)) {
+        response.finish_reason = "tool_calls";
+        block = fmt::format(R"({{"type": "tool_use", "id": {}, "name": {}, "input": {}}})",
+                            json_string(fmt::format("toolu_{}", marker)), tool->name,
+                            sample(tool->schema, marker));
+    } else {
+        response.text = marker;
+        block = fmt::format(R"({{"type": "text", "text": {}}})", json_string(marker));
+    }
+    return fmt::format(
+        R"("type": "message", "role": "assistant", "content": [{}], "stop_reason": "{}", )"
+        R"("stop_sequence": null)",
+        block, response.text.empty() ? "tool_use" : "end_turn");
+}
+
+} // namespace
+
+std::string Rehearsal::new_marker() {
+    std::random_device random;
+    return fmt::format("evalrt-placeholder-{:08x}{:08x}{:08x}{:08x}", random(), random(), random(),
+                       random());
+}
+
+void Rehearsal::begin() {
+    for (auto& [key, it] : known_) it.next = 0;
+    wanted_.clear();
+    last_.clear();
+    idle_ = 0;
+}
+
+std::optional<Response> Rehearsal::known(const Request& request) {
+    const auto it = known_.find(key(request));
+    if (it == known_.end()) return {};
+    auto& [answers, next] = it->second;
+    const auto occurrence = next++;
+    if (occurrence >= answers.size()) return {};
+    return answers[occurrence];
+}
+
+Response Rehearsal::rehearse(const Request& request) {
+    if (auto answer = known(request)) {
+        idle_ = 0;
+        return std::move(*answer);
+    }
+    auto name = key(request);
+    const bool derived = from_placeholder(request);
+    idle_ = derived || name == last_ ? idle_ + 1 : 0;
+    if (!derived) {
+        auto& [answers, next] = known_[name];
+        if (next == 0) next = 1; // known() has counted it if it was there
+        if (idle_ < idle_limit) wanted_.push_back({request, next - 1});
+    }
+    last_ = std::move(name);
+    return placeholder(request, marker_);
+}
+
+std::vector<Rehearsal::Wanted> Rehearsal::take_wanted() {
+    // Of what it was stuck with, once is enough.
+    if (stuck())
+        while (wanted_.size() > 1 && key(wanted_.back().request) == last_ &&
+               key(wanted_[wanted_.size() - 2].request) == last_)
+            wanted_.pop_back();
+    return std::exchange(wanted_, {});
+}
+
+void Rehearsal::learn(const Wanted& wanted, Response response) {
+    if (response.outcome) return;
+    auto& answers = known_[key(wanted.request)].answers;
+    if (answers.size() <= wanted.occurrence) answers.resize(wanted.occurrence + 1);
+    answers[wanted.occurrence] = std::move(response);
+    ++learned_;
+}
+
+Response placeholder(const Request& request, std::string_view marker) {
+    Response response;
+    const auto body = members(request.body.view());
+    const auto what = request.endpoint == "/v1/messages"      ? message(body, marker, response)
+                      : request.endpoint == "/v1/completions" ? completions(body, marker, response)
+                                                              : chat(body, marker, response);
+    const bool anthropic = request.endpoint == "/v1/messages";
+    response.status = 200;
+    response.usage = {1, 0, 1};
+    response.model = from_json_string(member(body, "model").value_or(""));
+    response.body = fmt::format(
+        R"({{"id": {}, "created": 0, "model": {}, {}, "usage": {}}})", json_string(marker),
+        json_string(response.model), what,
+        anthropic ? R"({"input_tokens": 1, "output_tokens": 1})"
+                  : R"({"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2})");
+    return response;
+}
+
+ThrowAway::~ThrowAway() {
+    if (root_.empty()) return;
+    std::error_code ignored;
+    // What the command has made read-only goes too.
+    for (auto it = fs::recursive_directory_iterator(root_, ignored);
+         it != fs::recursive_directory_iterator(); it.increment(ignored))
+        if (it->is_directory(ignored) && !it->is_symlink(ignored))
+            fs::permissions(it->path(), fs::perms::owner_all, fs::perm_options::add, ignored);
+    fs::remove_all(root_, ignored);
+}
+
+std::string ThrowAway::make(const fs::path& folder) {
+    std::error_code ec;
+    from_ = fs::canonical(folder, ec);
+    if (ec) return fmt::format("cannot read {}: {}", folder.string(), ec.message());
+    auto name = (fs::temp_directory_path(ec) / "evalrt-rehearsal-XXXXXX").string();
+    if (ec || !::mkdtemp(name.data())) return "cannot make a folder for the rehearsal";
+    root_ = fs::canonical(name);
+    folder_ = root_ / (from_.has_filename() ? from_.filename() : "folder");
+    fs::create_directory(temporary(), ec);
+    if (!ec) fs::create_directory(folder_, ec);
+    std::size_t files = 0;
+    std::uintmax_t bytes = 0;
+    auto it =
+        fs::recursive_directory_iterator(from_, fs::directory_options::skip_permission_denied, ec);
+    for (; !ec && it != fs::recursive_directory_iterator(); it.increment(ec)) {
+        const auto& path = it->path();
+        if (path == root_) {
+            it.disable_recursion_pending();
+            continue;
+        }
+        const auto to = folder_ / path.lexically_relative(from_);
+        const auto status = it->symlink_status(ec);
+        if (ec) break;
+        if (fs::is_symlink(status)) {
+            auto target = fs::read_symlink(path, ec);
+            if (ec) break;
+            // What leads out of the folder has to lead there from the copy, too.
+            const auto place = (path.parent_path() / target).lexically_normal();
+            if (target.is_relative() && *place.lexically_relative(from_).begin() == "..")
+                target = place;
+            fs::create_symlink(target, to, ec);
+        } else if (fs::is_directory(status)) {
+            fs::create_directory(to, path, ec);
+            fs::permissions(to, fs::perms::owner_all, fs::perm_options::add, ec);
+        } else if (fs::is_regular_file(status)) {
+            bytes += it->file_size(ec);
+            if (++files > most_files || bytes > most_bytes)
+                return fmt::format(
+                    "a rehearsal runs in a copy of the folder, and {} has more than {} files or "
+                    "{} GB: run the command from the folder that it writes its results to",
+                    from_.string(), most_files, most_bytes / 1'000'000'000);
+            if (ec) break;
+            fs::copy_file(path, to, ec);
+            if (ec == std::errc::permission_denied) { // it cannot be read by the command either
+                ec.clear();
+                continue;
+            }
+            if (!ec) fs::last_write_time(to, it->last_write_time(), ec);
+        }
+        if (ec) break;
+    }
+    if (ec) return fmt::format("cannot copy {}: {}", from_.string(), ec.message());
+    return {};
+}
+
+std::string ThrowAway::moved(std::string text) const {
+    const auto word = [](char c) {
+        return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-' || c == '.';
+    };
+    const auto from = from_.string(), to = folder_.string();
+    for (std::size_t at = 0; (at = text.find(from, at)) != text.npos;) {
+        const auto end = at + from.size();
+        const bool whole = (at == 0 || (!word(text[at - 1]) && text[at - 1] != '/')) &&
+                           (end == text.size() || !word(text[end]));
+        if (whole) text.replace(at, from.size(), to);
+        at += whole ? to.size() : 1;
+    }
+    return text;
+}
+
+Snapshot look_at(const fs::path& folder) {
+    Snapshot all;
+    std::error_code ec;
+    auto it =
+        fs::recursive_directory_iterator(folder, fs::directory_options::skip_permission_denied, ec);
+    for (; !ec && it != fs::recursive_directory_iterator(); it.increment(ec)) {
+        std::error_code gone;
+        if (!it->is_regular_file(gone) || it->is_symlink(gone)) continue;
+        all[it->path().string()] = {it->file_size(gone), it->last_write_time(gone)};
+    }
+    return all;
+}
+
+std::string changed(const Snapshot& before, const Snapshot& after,
+                    const std::vector<std::string>& own) {
+    const auto ours = [&](const std::string& file) {
+        return std::any_of(own.begin(), own.end(),
+                           [&](const auto& it) { return !it.empty() && file.starts_with(it); });
+    };
+    for (const auto& [file, state] : after)
+        if (const auto it = before.find(file); (it == before.end() || it->second != state))
+            if (!ours(file)) return file;
+    for (const auto& [file, state] : before)
+        if (!after.contains(file) && !ours(file)) return file;
+    return {};
+}
+
+} // namespace evalrt::program

@@ -1,0 +1,272 @@
+#include "examples/evalrt/rehearsal.hpp"
+
+#include "support/catch.hpp"
+
+#include <boost/json/parse.hpp>
+#include <boost/json/serialize.hpp>
+#include <boost/json/value.hpp>
+
+#include <fstream>
+
+#include <unistd.h>
+
+using namespace evalrt;
+using namespace evalrt::program;
+namespace json = boost::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+Request request(std::string body, std::string endpoint = "/v1/chat/completions") {
+    Request it;
+    it.endpoint = std::move(endpoint);
+    it.body = std::move(body);
+    return it;
+}
+
+Response answer(std::string text) {
+    Response it;
+    it.text = text;
+    it.body = std::move(text);
+    return it;
+}
+
+json::value parsed(const Response& response) {
+    return json::parse(json::string_view(response.body.data(), response.body.size()));
+}
+
+void learn(Rehearsal& rehearsal, const std::string& text) {
+    int i = 0;
+    for (const auto& it : rehearsal.take_wanted())
+        rehearsal.learn(it, answer(text + std::to_string(++i)));
+}
+
+struct Folder {
+    Folder() {
+        auto name = (fs::temp_directory_path() / "rehearsal-XXXXXX").string();
+        if (!::mkdtemp(name.data())) throw std::runtime_error("no folder");
+        path = fs::canonical(name);
+    }
+    ~Folder() { fs::remove_all(path); }
+    fs::path write(const std::string& name, const std::string& text) const {
+        fs::create_directories((path / name).parent_path());
+        std::ofstream(path / name) << text;
+        return path / name;
+    }
+    fs::path path;
+};
+
+std::string read(const fs::path& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+} // namespace
+
+TEST_CASE("what a round asked is answered in the next, by endpoint and body") {
+    Rehearsal rehearsal("marker-1");
+    rehearsal.begin();
+    CHECK(rehearsal.rehearse(request("{\"a\": 1}")).text == "marker-1");
+    rehearsal.rehearse(request("{\"a\": 1}", "/v1/messages"));
+    const auto wanted = rehearsal.take_wanted();
+    REQUIRE(wanted.size() == 2);
+    CHECK(wanted[0].request.body.view() == "{\"a\": 1}");
+    CHECK(wanted[1].request.endpoint == "/v1/messages");
+    rehearsal.learn(wanted[0], answer("chat"));
+    rehearsal.learn(wanted[1], answer("message"));
+    CHECK(rehearsal.learned() == 2);
+    rehearsal.begin();
+    CHECK(rehearsal.known(request("{\"a\": 1}", "/v1/messages"))->text == "message");
+    CHECK(rehearsal.known(request("{\"a\": 1}"))->text == "chat");
+    CHECK(!rehearsal.known(request("{\"a\":1}")));
+    CHECK(!rehearsal.known(request("{\"a\": 1}"))); // it was asked once
+}
+
+TEST_CASE("repeated requests get their answers in the order of occurrence, each once") {
+    Rehearsal rehearsal("marker-1");
+    rehearsal.begin();
+    for (const auto body : {"{}", "{\"b\": 1}", "{}", "{}"}) rehearsal.rehearse(request(body));
+    learn(rehearsal, "t");
+    for (int round = 0; round < 2; ++round) {
+        rehearsal.begin();
+        CHECK(rehearsal.known(request("{}"))->text == "t1");
+        CHECK(rehearsal.known(request("{}"))->text == "t3");
+        CHECK(rehearsal.known(request("{\"b\": 1}"))->text == "t2");
+        CHECK(rehearsal.known(request("{}"))->text == "t4");
+        CHECK(!rehearsal.known(request("{}")));
+    }
+}
+
+TEST_CASE("a second rehearsal wants what the first could not know, and not what it made up") {
+    Rehearsal rehearsal("marker-1");
+    rehearsal.begin();
+    const auto made_up = rehearsal.rehearse(request("{\"turn\": 1}")).text;
+    rehearsal.rehearse(request("{\"turn\": \"" + made_up + "\"}"));
+    CHECK(rehearsal.from_placeholder(request("{\"turn\": \"so: " + made_up + "\"}")));
+    learn(rehearsal, "t");
+    CHECK(rehearsal.learned() == 1);
+    rehearsal.begin();
+    CHECK(rehearsal.rehearse(request("{\"turn\": 1}")).text == "t1");
+    CHECK(rehearsal.rehearse(request("{\"turn\": \"t1\"}")).text == "marker-1");
+    const auto wanted = rehearsal.take_wanted();
+    REQUIRE(wanted.size() == 1);
+    CHECK(wanted[0].request.body.view() == "{\"turn\": \"t1\"}");
+}
+
+TEST_CASE("a failure is not learned, and the answers around it keep their places") {
+    Rehearsal rehearsal("marker-1");
+    rehearsal.begin();
+    for (int i = 0; i < 3; ++i) rehearsal.rehearse(request("{}"));
+    auto wanted = rehearsal.take_wanted();
+    rehearsal.learn(wanted[2], answer("third"));
+    Response failed;
+    failed.outcome = Errc::overloaded;
+    rehearsal.learn(wanted[1], failed);
+    rehearsal.learn(wanted[0], answer("first"));
+    rehearsal.begin();
+    CHECK(rehearsal.known(request("{}"))->text == "first");
+    CHECK(!rehearsal.known(request("{}")));
+    CHECK(rehearsal.known(request("{}"))->text == "third");
+    rehearsal.begin();
+    for (int i = 0; i < 3; ++i) rehearsal.rehearse(request("{}"));
+    wanted = rehearsal.take_wanted();
+    REQUIRE(wanted.size() == 1);
+    CHECK(wanted[0].occurrence == 1);
+}
+
+TEST_CASE("who asks the same for ever is stopped, and asks it once") {
+    Rehearsal rehearsal("marker-1");
+    rehearsal.begin();
+    rehearsal.rehearse(request("{\"a\": 1}"));
+    unsigned asked = 0;
+    while (!rehearsal.stuck()) {
+        rehearsal.rehearse(request("{}"));
+        REQUIRE(++asked <= Rehearsal::idle_limit + 1);
+    }
+    CHECK(asked > 500); // so many samples of one question may be meant
+    CHECK(rehearsal.take_wanted().size() == 2);
+    rehearsal.begin();
+    CHECK(!rehearsal.stuck());
+    for (asked = 0; !rehearsal.stuck(); ++asked) {
+        REQUIRE(asked <= Rehearsal::idle_limit);
+        rehearsal.rehearse(request("{\"n\": \"marker-1\", \"i\": " + std::to_string(asked) + "}"));
+    }
+    CHECK(rehearsal.take_wanted().empty());
+}
+
+TEST_CASE("no two markers are the same") {
+    const auto one = Rehearsal::new_marker(), two = Rehearsal::new_marker();
+    CHECK(one != two);
+    CHECK(one.size() > 40);
+}
+
+TEST_CASE("a placeholder has the shape that is asked for, and the marker in every text") {
+    const auto chat = parsed(placeholder(request(R"({"model": "m", "n": 2})"), "MARK"));
+    CHECK(chat.at("object").as_string() == "chat.completion");
+    CHECK(chat.at("model").as_string() == "m");
+    REQUIRE(chat.at("choices").as_array().size() == 2);
+    CHECK(chat.at_pointer("/choices/1/message/content").as_string() == "MARK");
+    CHECK(chat.at_pointer("/choices/1/index").as_int64() == 1);
+
+    const auto format = placeholder(request(R"({"response_format": {"type": "json_schema",
+        "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "string"},
+        "b": {"type": "array", "items": {"type": "integer"}}, "c": {"enum": ["x", "y"]},
+        "d": {"anyOf": [{"type": "null"}]}}}}}})"),
+                                    "MARK");
+    CHECK(json::serialize(json::parse(format.text)) == R"({"a":"MARK","b":[0],"c":"x","d":null})");
+    CHECK(parsed(format).at_pointer("/choices/0/message/content").as_string() ==
+          json::string_view(format.text));
+
+    const auto call = parsed(placeholder(request(R"({"tools": [
+        {"type": "function", "function": {"name": "a"}},
+        {"type": "function", "function": {"name": "b", "parameters": {"properties":
+            {"q": {"type": "string"}}}}}],
+        "tool_choice": {"type": "function", "function": {"name": "b"}}})"),
+                                         "MARK"));
+    CHECK(call.at_pointer("/choices/0/finish_reason").as_string() == "tool_calls");
+    const auto& function = call.at_pointer("/choices/0/message/tool_calls/0/function");
+    CHECK(function.at("name").as_string() == "b");
+    CHECK(function.at("arguments").as_string() == R"({"q": "MARK"})");
+
+    const auto message =
+        parsed(placeholder(request(R"({"messages": []})", "/v1/messages"), "MARK"));
+    CHECK(message.at_pointer("/content/0/text").as_string() == "MARK");
+    CHECK(message.at("stop_reason").as_string() == "end_turn");
+    const auto use =
+        parsed(placeholder(request(R"({"tools": [{"name": "a", "input_schema": {"type": "object"}}],
+                    "tool_choice": {"type": "any"}})",
+                                   "/v1/messages"),
+                           "MARK"));
+    CHECK(use.at_pointer("/content/0/name").as_string() == "a");
+    CHECK(use.at("stop_reason").as_string() == "tool_use");
+}
+
+TEST_CASE("placeholders of completions: one for each prompt, one score for each token") {
+    const auto texts = parsed(
+        placeholder(request(R"({"prompt": ["a", "b"], "n": 2})", "/v1/completions"), "MARK"));
+    REQUIRE(texts.at("choices").as_array().size() == 4);
+    CHECK(texts.at_pointer("/choices/3/text").as_string() == "MARK");
+    const auto scores = parsed(placeholder(
+        request(R"({"prompt": [[1, 2, 3]], "echo": true, "logprobs": 1})", "/v1/completions"),
+        "MARK"));
+    REQUIRE(scores.at("choices").as_array().size() == 1);
+    const auto& list = scores.at_pointer("/choices/0/logprobs/token_logprobs").as_array();
+    REQUIRE(list.size() == 4); // and one that is generated
+    CHECK(list[0].is_null());
+    CHECK(scores.at_pointer("/choices/0/logprobs/top_logprobs").as_array().size() == 4);
+    const auto tokens =
+        parsed(placeholder(request(R"({"prompt": [1, 2]})", "/v1/completions"), "MARK"));
+    CHECK(tokens.at("choices").as_array().size() == 1);
+}
+
+TEST_CASE("a copy has what the folder has, and goes away") {
+    Folder folder, outside;
+    folder.write("a/b.txt", "text");
+    outside.write("data", "far");
+    fs::create_symlink("a/b.txt", folder.path / "near");
+    fs::create_symlink(fs::path("..") / outside.path.filename() / "data", folder.path / "far");
+    fs::permissions(folder.write("run.sh", "x"), fs::perms::owner_all);
+    fs::path copied;
+    {
+        ThrowAway copy;
+        REQUIRE(copy.make(folder.path) == "");
+        copied = copy.folder();
+        CHECK(copied.filename() == folder.path.filename());
+        CHECK(read(copied / "a/b.txt") == "text");
+        CHECK(fs::last_write_time(copied / "a/b.txt") ==
+              fs::last_write_time(folder.path / "a/b.txt"));
+        CHECK(fs::status(copied / "run.sh").permissions() == fs::perms::owner_all);
+        std::ofstream(copied / "near") << "changed";
+        CHECK(read(folder.path / "a/b.txt") == "text");
+        CHECK(read(copied / "far") == "far");
+        CHECK(fs::is_directory(copy.temporary()));
+        fs::permissions(copied / "a", fs::perms::owner_read | fs::perms::owner_exec);
+    }
+    CHECK(!fs::exists(copied));
+}
+
+TEST_CASE("what names the folder names the copy, and nothing else does") {
+    Folder folder;
+    ThrowAway copy;
+    REQUIRE(copy.make(folder.path) == "");
+    const auto from = folder.path.string(), to = copy.folder().string();
+    CHECK(copy.moved(from) == to);
+    CHECK(copy.moved("--out=" + from + "/x:" + from) == "--out=" + to + "/x:" + to);
+    CHECK(copy.moved(from + "2") == from + "2");
+    CHECK(copy.moved("/other" + from) == "/other" + from);
+}
+
+TEST_CASE("a folder that has changed is seen to, but for our own files") {
+    Folder folder;
+    const auto file = folder.write("a", "1").string();
+    folder.write("journal", "1");
+    const auto before = look_at(folder.path);
+    CHECK(changed(before, look_at(folder.path), {}) == "");
+    folder.write("journal-wal", "1");
+    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == "");
+    CHECK(changed(before, look_at(folder.path), {}) == folder.path / "journal-wal");
+    folder.write("a", "22");
+    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == file);
+    fs::remove(file);
+    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == file);
+}

@@ -56,6 +56,7 @@ const std::array rows{
         .release = Release::done,
         .commit_delay = 4s,
         .shared_tokens = 256,
+        .block_tokens = 256,
         .remark = "--model is the model's folder; its name is the model's name",
     },
     // mlx_lm.server: Python's http.server, so HTTP/1.0 and a listen backlog of 5. It batches up to
@@ -81,7 +82,8 @@ const std::array rows{
         .in_flight = 32, // its --decode-concurrency; answers of unlike length keep the batch full
         .release = Release::first_text,
         .match_length = true,
-        .refill = 8, // each arrival makes it pack its whole batch anew
+        .sessions = 8, // its cache has ten entries, and forgets the oldest
+        .refill = 8,   // each arrival makes it pack its whole batch anew
         .remark = "a seed at temperature 0 is dropped: with one it does not batch",
     },
     BackendRow{
@@ -116,6 +118,7 @@ const std::array profiles{
         .most_in_flight = 256,
         .release = Release::at_once,
         .shared_tokens = 16,
+        .block_tokens = 16,
         .remark = "shares a prefix while it is filled",
     },
     BackendRow{
@@ -134,7 +137,7 @@ const std::array profiles{
         .messages_endpoint = true,
         .default_temperature = 0.8,
         .in_flight = 4,
-        .release = Release::at_once,
+        .release = Release::slot,
         .remark = "as many at once as it has slots",
     },
     BackendRow{

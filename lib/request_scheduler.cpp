@@ -26,6 +26,8 @@ RadixPlanner::Options planner_options(const BackendRow& row) {
     options.shared_bytes = row.shared_tokens * 4;
     options.match_length = row.match_length;
     options.leaders = row.leaders;
+    options.sessions = row.sessions;
+    options.cache_bytes = std::size_t(row.cache_tokens) * 4;
     return options;
 }
 

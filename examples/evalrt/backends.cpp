@@ -26,6 +26,7 @@ std::string joined(const std::vector<std::string>& words) {
 std::string release(const BackendRow& row) {
     switch (row.release) {
     case Release::at_once: return "at once";
+    case Release::slot: return "in its slot";
     case Release::first_text: return "first text";
     case Release::done: break;
     }
@@ -89,6 +90,7 @@ json::object as_json(const BackendRow& row) {
                      {"in_flight", row.in_flight},
                      {"most_in_flight", std::max(row.in_flight, row.most_in_flight)},
                      {"release", row.release == Release::at_once      ? "at_once"
+                                 : row.release == Release::slot       ? "slot"
                                  : row.release == Release::first_text ? "first_text"
                                                                       : "done"},
                      {"commit_delay_ms", row.commit_delay.count()},

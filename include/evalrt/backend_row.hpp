@@ -19,6 +19,7 @@ enum class Release {
     at_once,    ///< when it is scheduled (vLLM): nobody has to wait for a leader
     first_text, ///< with its first token
     done,       ///< when it has ended, and commit_delay later
+    slot, ///< only to its own slot (llama-server): nobody waits, but one prefix keeps one slot
 };
 
 struct BackendRow {
@@ -67,11 +68,14 @@ struct BackendRow {
     unsigned most_in_flight = 0; ///< to climb to where that pays; 0: it is known, no climbing
     Release release = Release::first_text;
     std::chrono::milliseconds commit_delay{}; ///< with Release::done
-    unsigned shared_tokens = 64; ///< a shared prefix shorter than this is not worth a leader
-    bool match_length = false;   ///< it pads its prefill batch: prompts of like length together
-    unsigned leaders = 0;        ///< shared prefixes being filled at once; 0: any number
-    unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
-    unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
+    unsigned shared_tokens = 64;   ///< a shared prefix shorter than this is not worth a leader
+    bool match_length = false;     ///< it pads its prefill batch: prompts of like length together
+    unsigned leaders = 0;          ///< shared prefixes being filled at once; 0: any number
+    unsigned sessions = 0;         ///< conversations that its cache holds at once; 0: any number
+    std::int64_t cache_tokens = 0; ///< that its cache holds, the running ones too; 0: not known
+    unsigned block_tokens = 1;     ///< its cache has whole blocks of so many
+    unsigned refill = 1;           ///< free places to wait for before more is admitted; 1: a flow
+    unsigned prefill_tokens = 0;   ///< cold prompt tokens admitted before their first text; 0: any
     bool tools_before_system = true; ///< where the model's template puts the tools
 
     std::string remark; ///< for whoever reads the table

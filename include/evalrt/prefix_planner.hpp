@@ -5,13 +5,16 @@
 #include "evalrt/backend_row.hpp"
 #include "evalrt/request.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <limits>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -23,7 +26,9 @@ using RequestId = std::uint64_t; // never 0
 struct Prompt {
     std::string domain; ///< prefixes are shared only inside one: endpoint, model
     std::vector<std::string_view> segments;    ///< in the order in which the template renders them
-    std::optional<std::int64_t> output_tokens; ///< predicted, or the most there can be
+    std::optional<std::int64_t> output_tokens; ///< the most there can be
+    std::string session{};                     ///< turns of one conversation share it; empty: none
+    int turn = 0;
 
     std::size_t bytes() const {
         std::size_t sum = 0;
@@ -38,6 +43,74 @@ struct Pick {
     std::size_t prompt_bytes = 0;
     std::optional<std::size_t> expected_bytes; ///< of its prompt that the server's cache can show
     std::optional<std::size_t> maximum_bytes;  ///< that any cache could, however large
+    /// Why this one now: "arrival", "leader" (others wait for what it fills the cache with),
+    /// "follower" (of what is there), "alone", "overtaken" (too often), "idle" (it was held back,
+    /// but nothing runs), "suspect" (it may have killed the server).
+    std::string_view why = "arrival";
+    std::uint32_t node = 0;     ///< names the longest prefix that it has in common with others
+    std::size_t node_bytes = 0; ///< the length of that
+    RequestId waited_for = 0;   ///< which request showed the server that prefix; 0: none
+};
+
+/// Of what waits, in the order in which it would go if nothing came between.
+struct Planned {
+    RequestId id = 0;
+    std::size_t prompt_bytes = 0;
+    std::size_t shared_bytes = 0;   ///< of the prompt, with the one before
+    std::int64_t output_tokens = 0; ///< predicted
+    bool continues = false;         ///< the session of the one before
+
+    /// In tokens to prefill; a decoded one costs some four of them.
+    double cost() const {
+        return double(prompt_bytes - shared_bytes) / 4 + 4 * double(output_tokens);
+    }
+};
+
+/// Where to cut an order into runs of nearly equal cost: the index at which each run but the first
+/// begins. A cut slides by 2 % of the whole to where the least is shared (a prefix across a cut is
+/// computed twice), and goes through no session.
+inline std::vector<std::size_t> cuts(std::span<const Planned> order, unsigned parts) {
+    std::vector<double> before{0}; // the cost of all before an index
+    for (const auto& it : order) before.push_back(before.back() + it.cost());
+    const double total = before.back();
+    std::vector<std::size_t> list;
+    std::size_t least = 0; // no cut before it
+    for (unsigned part = 1; part < parts; ++part) {
+        const double target = total * part / parts;
+        const auto away = [&](std::size_t i) { return std::abs(before[i] - target); };
+        std::size_t best = order.size();
+        for (std::size_t i = least; i < order.size(); ++i) {
+            if (order[i].continues) continue;
+            const bool near = away(i) <= 0.02 * total;
+            if (best == order.size()) {
+                best = i;
+                continue;
+            }
+            const bool best_near = away(best) <= 0.02 * total;
+            if (near && best_near ? std::tuple(order[i].shared_bytes, away(i)) <
+                                        std::tuple(order[best].shared_bytes, away(best))
+                                  : away(i) < away(best))
+                best = i;
+        }
+        list.push_back(best);
+        least = best;
+    }
+    return list;
+}
+
+/// How long answers are, by those seen: of all with one prefix.
+class OutputLength {
+public:
+    void add(std::int64_t tokens) {
+        count_ = std::min(count_ + 1, 10u); // then the older ones fade
+        mean_ += (float(tokens) - mean_) / float(count_);
+    }
+    bool known() const { return count_ > 0; }
+    std::int64_t mean() const { return std::int64_t(mean_ + 0.5f); }
+
+private:
+    unsigned count_ = 0;
+    float mean_ = 0;
 };
 
 /// Names the next request. It may hold requests back while a leader fills the server's cache with
@@ -62,6 +135,9 @@ public:
 
     virtual void progressed(RequestId id, Stage stage, Point now) = 0;
 
+    /// A running request was answered with so many tokens; progressed(id, done) follows.
+    virtual void answered(RequestId, std::int64_t /*output_tokens*/) {}
+
     /// A request that waits is given up. One that does not wait is left alone.
     virtual void remove(RequestId id) = 0;
 
@@ -70,6 +146,9 @@ public:
 
     /// When next() may name another without anything having happened.
     virtual Point wake() const { return Point::max(); }
+
+    /// Why next() named none though something waits: "leader", "leaders", "sessions", "memory".
+    virtual std::string_view holds() const { return {}; }
 };
 
 /// In the order of arrival: the baseline of every claim.
@@ -100,8 +179,13 @@ private:
 
 /// Depth first over the radix tree of all prompts, so that what shares a prefix goes out together
 /// (optimal for any cache that holds at least one request: Theorem 3.1 of the SGLang paper, arXiv
-/// 2312.07104), and what continues a prompt that was sent before anything that shares less; one
-/// leader for each shared prefix until the server shows it to the others.
+/// 2312.07104), and what continues a prompt that was sent before anything that shares less; of the
+/// rest what is predicted to take longest, so that it does not run alone at the end. One leader for
+/// each shared prefix until the server shows it to the others. The turns of a session one after
+/// the other.
+///
+/// Memory: some 400 bytes a request that waits or runs, 1/16 of what its prompt shares with no
+/// other, and as much for the `remembered` last ones.
 class RadixPlanner final : public PrefixPlanner {
 public:
     struct Options {
@@ -110,64 +194,131 @@ public:
         bool match_length = false;         ///< long prompts first, so that neighbours are alike
         unsigned leaders = 0;              ///< shared prefixes being filled at once; 0: any number
         std::chrono::seconds patience{60}; ///< nobody waits longer for one leader, or its place
+        bool in_order = false;             ///< as they arrive: only the figures are the tree's
+        unsigned sessions = 0;             ///< begun and not ended, at most; 0: any number
+        std::size_t cache_bytes = 0;   ///< prompts and answers that the server holds; 0: any number
+        std::size_t remembered = 4096; ///< prompts that have ended, to say what may be cached
+        /// Requests that may go before one that came earlier, and twice as many as waited at once:
+        /// in a suite that is all there nobody counts as overtaken.
+        unsigned overtaking = 1000;
     };
 
     RadixPlanner() : RadixPlanner(Options()) {}
-    explicit RadixPlanner(Options options) : options_(options) { nodes_.emplace_back(); }
+    explicit RadixPlanner(Options options) : options_(options) {}
+    RadixPlanner(const RadixPlanner&) = delete;
+    RadixPlanner& operator=(const RadixPlanner&) = delete;
 
     void add(RequestId id, const Prompt& prompt) override {
-        Node* node = insert(blocks(prompt), prompt.bytes());
+        const auto bytes = read(prompt);
+        Node& node = insert(bytes);
+        for (Node* it = &node; it; it = it->parent) {
+            ++it->live;
+            if (it->idle) unlist(*it);
+        }
         Entry& entry = entries_[id];
-        entry = {node, prompt.bytes(), prompt.output_tokens.value_or(0), ++arrivals_};
-        const auto rank = options_.match_length ? std::int64_t(entry.bytes) : entry.output;
-        node->own.insert({-rank, entry.arrival, id});
-        for (Node* it = node; it; it = it->parent)
-            change(*it, [&](Node& changed) {
-                ++changed.waiting;
-                changed.rank = std::max(changed.rank, rank);
-                changed.arrival = std::min(changed.arrival, entry.arrival);
-            });
+        entry = {&node, bytes, predicted(node, prompt.output_tokens.value_or(0)), ++arrivals_};
+        if (prompt.session.empty() || options_.in_order) return enqueue(id, entry);
+        entry.turn = prompt.turn;
+        entry.session = &sessions_[prompt.session];
+        if (entry.session->name.empty()) entry.session->name = prompt.session;
+        entry.session->turns.insert({entry.turn, entry.arrival, id});
+        promote(*entry.session);
     }
 
     std::optional<Pick> next(Point now) override {
         wake_ = Point::max();
+        holds_ = {};
         passed_ = 0;
-        if (root().waiting == 0) return {};
-        Node* node = find(root(), now, false);
-        if (!node && running_ == 0) node = find(root(), now, true);
-        if (!node) return {};
-        const RequestId id = std::get<2>(*node->own.begin());
-        return send(id, *node, now);
+        if (root_.waiting == 0) return {};
+        auto found = overtaken(now);
+        std::string_view why = options_.in_order ? "arrival" : "overtaken";
+        if (!found.node) {
+            why = {};
+            found = find(root_, now, false);
+        }
+        if (found.node && running_ > 0 && too_much(found)) {
+            holds_ = "memory";
+            return {};
+        }
+        if (!found.node && running_ == 0) {
+            why = "idle";
+            found = find(root_, now, true);
+        }
+        if (!found.node) return {};
+        holds_ = {};
+        return send(found.id, *found.node, now, why);
     }
 
     void progressed(RequestId id, Stage stage, Point) override {
         const auto it = entries_.find(id);
-        if (it == entries_.end() || !it->second.running) return;
+        if (it == entries_.end() || it->second.state != State::running) return;
+        Entry& entry = it->second;
         const bool ended = stage != Stage::first_text;
         const bool visible = stage == Stage::done ||
                              (stage == Stage::first_text && options_.release != Release::done);
-        for (Node* node = it->second.node; node; node = node->parent) {
+        for (Node* node = entry.node; node; node = node->parent) {
             if (node->leader == id && (ended || visible)) node->leader = 0;
-            if (visible) node->warm = true;
+            if (!visible) continue;
+            if (!node->warm) node->shown_by = id;
+            node->warm = true;
         }
-        if (ended || visible) leading_.erase({it->second.sent, id});
+        if (ended || visible) leading_.erase({entry.sent, id});
         if (!ended) return;
         --running_;
-        entries_.erase(it);
+        resident_ -= answer_bytes(entry);
+        for (Node* node = entry.node; node; node = node->parent)
+            if (--node->running == 0) resident_ -= own_bytes(*node);
+        if (entry.session) {
+            entry.session->running = 0;
+            promote(*entry.session);
+        }
+        forget(it);
+    }
+
+    void answered(RequestId id, std::int64_t output_tokens) override {
+        const auto it = entries_.find(id);
+        if (it == entries_.end()) return;
+        for (Node* node = it->second.node; node; node = node->parent)
+            node->output.add(output_tokens);
     }
 
     void remove(RequestId id) override {
         const auto it = entries_.find(id);
-        if (it == entries_.end() || it->second.running) return;
-        take(id, it->second, false);
-        entries_.erase(it);
+        if (it == entries_.end() || it->second.state == State::running) return;
+        Entry& entry = it->second;
+        if (entry.state == State::waiting) dequeue(id, entry, false);
+        if (entry.session) {
+            auto& session = *entry.session;
+            session.turns.erase({entry.turn, entry.arrival, id});
+            if (session.first == id) session.first = 0;
+            promote(session);
+        }
+        forget(it);
     }
 
     void cache_lost() override {
-        for (auto& node : nodes_) node.warm = false;
+        nodes_.each([](Node& node) { node.warm = false; });
+        root_.warm = false;
     }
 
     Point wake() const override { return wake_; }
+    std::string_view holds() const override { return holds_; }
+
+    /// What waits, in the order in which it would go, one at a time. For cuts().
+    std::vector<Planned> order() const {
+        std::vector<Planned> list;
+        const Node* last = nullptr;
+        if (options_.in_order) {
+            for (const auto& [arrival, id] : arrived_)
+                if (const auto* entry = still_waits(arrival, id)) plan(list, id, *entry, last);
+        } else {
+            plan(list, root_, last);
+        }
+        return list;
+    }
+
+    /// Prefixes and ends of prompts that are kept in memory.
+    std::size_t nodes() const { return nodes_.size(); }
 
 private:
     // Prompts are compared by blocks of this many bytes, some 16 tokens.
@@ -177,8 +328,9 @@ private:
     // little and cost time.
     static constexpr unsigned look_ahead = 256;
 
-    // A block's name: a hash of all bytes from the prompt's begin to the block's end.
-    using Block = std::uint64_t;
+    // A block's name: of a hash of all bytes from the prompt's begin to the block's end. Compared
+    // only in one place of the tree, so that these 32 bits tell blocks apart.
+    using Block = std::uint32_t;
 
     struct Node;
     struct Before {
@@ -188,169 +340,434 @@ private:
         }
     };
 
+    // Inner nodes are prefixes, leaves whole prompts.
     struct Node {
         Node* parent = nullptr;
         std::vector<Block> edge;
         std::size_t bytes = 0;            // of a prompt, from its begin to the end of the edge
         std::set<Node*, Before> children; // those with something waiting below
         std::set<std::tuple<std::int64_t, std::uint64_t, RequestId>> own;  // waiting, ending here
-        std::size_t waiting = 0;                                           // here and below
         std::int64_t rank = std::numeric_limits<std::int64_t>::min();      // the highest ever below
         std::uint64_t arrival = std::numeric_limits<std::uint64_t>::max(); // the first ever
-        RequestId leader = 0; // who is filling the cache with it
-        Point since{};        // of the leader's sending
-        bool warm = false;    // the server shows it
-        bool sent = false;    // some request through here was sent
+        RequestId leader = 0;                             // who is filling the cache with it
+        RequestId shown_by = 0;                           // who has
+        Point since{};                                    // of the leader's sending
+        std::uint32_t waiting = 0, running = 0, live = 0; // here and below; live: all, held too
+        std::uint32_t kids = 0;                           // all there are
+        std::uintptr_t kids_xor = 0;                      // of their addresses: the last one's
+        OutputLength output;
+        Node *older = nullptr, *newer = nullptr; // among the idle
+        bool idle = false;                       // nothing lives here or below, and it has no kids
+        bool warm = false;                       // the server shows it
+        bool sent = false;                       // some request through here was sent
     };
+
+    // All nodes but the root, by their parent and the first block of their edge. Owns them.
+    class Nodes {
+    public:
+        Nodes() = default;
+        Nodes(const Nodes&) = delete;
+        Nodes& operator=(const Nodes&) = delete;
+        ~Nodes() {
+            for (Node* it : slots_) delete it;
+        }
+
+        std::size_t size() const { return count_; }
+
+        Node* find(const Node* parent, Block first) const {
+            for (std::size_t i = place(parent, first);; i = after(i)) {
+                Node* it = slots_[i];
+                if (!it || (it->parent == parent && it->edge.front() == first)) return it;
+            }
+        }
+
+        void insert(Node* node) {
+            if (2 * ++count_ > slots_.size()) resize(2 * slots_.size());
+            put(node);
+        }
+
+        // To be called before the node gets another parent or edge; does not delete it.
+        void take(const Node* node) {
+            std::size_t hole = place(node->parent, node->edge.front());
+            while (slots_[hole] != node) hole = after(hole);
+            for (std::size_t i = after(hole); slots_[i]; i = after(i)) {
+                const auto home = place(slots_[i]->parent, slots_[i]->edge.front());
+                if (((i - home) & (slots_.size() - 1)) < ((i - hole) & (slots_.size() - 1)))
+                    continue; // it would come to lie before its home
+                slots_[hole] = slots_[i];
+                hole = i;
+            }
+            slots_[hole] = nullptr;
+            if (--count_ * 16 < slots_.size() && slots_.size() > least) resize(slots_.size() / 4);
+        }
+
+        template <class F>
+        void each(F what) {
+            for (Node* it : slots_)
+                if (it) what(*it);
+        }
+
+    private:
+        static constexpr std::size_t least = 64;
+
+        std::size_t after(std::size_t i) const { return (i + 1) & (slots_.size() - 1); }
+
+        std::size_t place(const Node* parent, Block first) const {
+            const auto key = (reinterpret_cast<std::uintptr_t>(parent) >> 4) * multiplier ^ first;
+            return std::size_t(key * multiplier >> 32) & (slots_.size() - 1);
+        }
+
+        void put(Node* node) {
+            std::size_t i = place(node->parent, node->edge.front());
+            while (slots_[i]) i = after(i);
+            slots_[i] = node;
+        }
+
+        void resize(std::size_t size) {
+            auto old = std::exchange(slots_, std::vector<Node*>(std::max(size, least)));
+            for (Node* it : old)
+                if (it) put(it);
+        }
+
+        std::vector<Node*> slots_ = std::vector<Node*>(least); // a power of two
+        std::size_t count_ = 0;
+    };
+
+    struct Session {
+        std::string name;
+        std::set<std::tuple<int, std::uint64_t, RequestId>> turns; // those that do not run
+        RequestId first = 0; // of these: the one that waits in the tree
+        RequestId running = 0;
+        bool open = false;
+    };
+
+    enum class State { behind, waiting, running }; // behind: another turn comes first
 
     struct Entry {
         Node* node;
         std::size_t bytes;
         std::int64_t output;
         std::uint64_t arrival;
-        bool running = false;
+        State state = State::behind;
         Point sent{};
+        std::uint64_t sends = 0; // when it came
+        Session* session = nullptr;
+        int turn = 0;
+    };
+    using Entries = std::unordered_map<RequestId, Entry>;
+
+    struct Found {
+        Node* node = nullptr;
+        RequestId id = 0;
     };
 
-    Node& root() { return nodes_.front(); }
+    static constexpr std::uint64_t multiplier = 0x9e3779b97f4a7c15u;
 
-    static Block mix(Block h) { // the finaliser of MurmurHash3
-        h ^= h >> 33;
-        h *= 0xff51afd7ed558ccdu;
-        h ^= h >> 33;
-        h *= 0xc4ceb9fe1a85ec53u;
-        return h ^ (h >> 33);
+    static std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
+        __extension__ typedef unsigned __int128 Wide;
+        const Wide product = Wide(a) * b;
+        return std::uint64_t(product) ^ std::uint64_t(product >> 64);
     }
 
-    // Eight bytes at a time: most of what it costs to submit a request.
-    static Block hash(std::string_view text) {
-        Block h = text.size();
-        const auto add = [&h](Block word) {
-            h = (h ^ word) * 0x9e3779b97f4a7c15u;
-            h ^= h >> 32;
+    // Four multiplications that do not wait for each other: as fast as memory is read.
+    static std::uint64_t hash(const char* text) {
+        std::uint64_t w[block / 8];
+        std::memcpy(w, text, block);
+        return mixed(w[0] ^ 0xa0761d6478bd642fu, w[1] ^ 0xe7037ed1a0b428dbu) ^
+               mixed(w[2] ^ 0x8ebc6af09c88c6e3u, w[3] ^ 0x589965cc75374cc3u) ^
+               mixed(w[4] ^ 0x1d8e4e27c47d124fu, w[5] ^ 0xeb44accab455d165u) ^
+               mixed(w[6] ^ 0x2f9be6cc39a1d7d1u, w[7] ^ 0x9f8d0f3b5a6c7e43u);
+    }
+
+    // The prompt's blocks, into path_. Its bytes.
+    std::size_t read(const Prompt& prompt) {
+        path_.clear();
+        std::uint64_t chain = 1;
+        char rest[block]; // of the segments before, less than a block
+        std::size_t held = 0, bytes = 0;
+        const auto link = [&](std::uint64_t name) {
+            chain = mixed(chain ^ name, multiplier);
+            path_.push_back(Block(chain >> 32));
         };
-        Block word;
-        for (; text.size() >= sizeof word; text.remove_prefix(sizeof word)) {
-            std::memcpy(&word, text.data(), sizeof word);
-            add(word);
-        }
-        if (!text.empty()) {
-            word = 0;
-            std::memcpy(&word, text.data(), text.size());
-            add(word);
-        }
-        return h;
-    }
-
-    static std::vector<Block> blocks(const Prompt& prompt) {
-        std::vector<Block> list;
-        list.reserve(prompt.bytes() / block + 2);
-        Block chain = mix(hash(prompt.domain) + 1);
-        list.push_back(chain); // the domain is a block of its own
-        std::string rest;      // of the segments before, less than a block
-        for (auto segment : prompt.segments) {
-            if (!rest.empty()) {
-                const auto part = segment.substr(0, block - rest.size());
-                rest.append(part);
-                segment.remove_prefix(part.size());
-                if (rest.size() < block) continue;
-                list.push_back(chain = mix(chain ^ mix(hash(rest))));
-                rest.clear();
+        // The domain is a block of its own, and so is the end: a prompt and its continuation are
+        // two leaves.
+        const auto close = [&](std::uint64_t kind) {
+            std::memset(rest + held, 0, block - held);
+            link(hash(rest) ^ mixed(held + kind, multiplier));
+            held = 0;
+        };
+        const auto take = [&](std::string_view text) {
+            if (text.empty()) return;
+            if (held > 0) {
+                const auto part = std::min(text.size(), block - held);
+                std::memcpy(rest + held, text.data(), part);
+                held += part;
+                text.remove_prefix(part);
+                if (held < block) return;
+                link(hash(rest));
+                held = 0;
             }
-            for (; segment.size() >= block; segment.remove_prefix(block))
-                list.push_back(chain = mix(chain ^ mix(hash(segment.substr(0, block)))));
-            rest = segment;
+            for (; text.size() >= block; text.remove_prefix(block)) link(hash(text.data()));
+            if (!text.empty()) std::memcpy(rest, text.data(), held = text.size());
+        };
+        take(prompt.domain);
+        close(block);
+        path_.assign(1, path_.back());
+        for (const auto segment : prompt.segments) {
+            take(segment);
+            bytes += segment.size();
         }
-        // The end is a block too: a prompt and its continuation are two nodes.
-        list.push_back(mix(chain ^ mix(hash(rest)) ^ 0x9e3779b97f4a7c15u));
-        return list;
+        close(2 * block);
+        return bytes;
     }
 
-    Node* insert(const std::vector<Block>& path, std::size_t bytes) {
-        Node* node = &root();
-        std::size_t i = 0;
-        while (i < path.size()) {
-            const auto found = by_first_.find(path[i]);
-            if (found == by_first_.end())
-                return child(*node, {path.begin() + long(i), path.end()}, bytes);
-            Node* next = found->second;
-            std::size_t same = 1;
-            while (same < next->edge.size() && i + same < path.size() &&
-                   next->edge[same] == path[i + same])
-                ++same;
-            if (same < next->edge.size()) next = split(*next, same);
+    // The leaf of the prompt in path_.
+    Node& insert(std::size_t bytes) {
+        Node* node = &root_;
+        for (std::size_t i = 0; i < path_.size();) {
+            Node* next = nodes_.find(node, path_[i]);
+            if (!next) return child(*node, {path_.begin() + long(i), path_.end()}, bytes);
+            const auto [mine, theirs] = std::mismatch(next->edge.begin(), next->edge.end(),
+                                                      path_.begin() + long(i), path_.end());
+            if (mine != next->edge.end()) next = &split(*next, mine - next->edge.begin());
             node = next;
-            i += same;
+            i = std::size_t(theirs - path_.begin());
         }
+        return *node;
+    }
+
+    Node& child(Node& parent, std::vector<Block> edge, std::size_t bytes) {
+        Node& node = *new Node;
+        node.parent = &parent;
+        node.bytes = bytes;
+        node.edge = std::move(edge);
+        nodes_.insert(&node);
+        adopt(parent, node);
         return node;
     }
 
-    Node* child(Node& parent, std::vector<Block> edge, std::size_t bytes) {
-        Node& node = nodes_.emplace_back();
-        node.parent = &parent;
-        node.bytes = bytes;
-        by_first_[edge.front()] = &node;
-        node.edge = std::move(edge);
-        return &node;
+    static void adopt(Node& parent, Node& kid) {
+        ++parent.kids;
+        parent.kids_xor ^= reinterpret_cast<std::uintptr_t>(&kid);
+    }
+
+    static void disown(Node& parent, Node& kid) {
+        --parent.kids;
+        parent.kids_xor ^= reinterpret_cast<std::uintptr_t>(&kid);
     }
 
     // Cuts the edge to `lower` in two; the new node above has all that is true of the whole.
-    Node* split(Node& lower, std::size_t at) {
+    Node& split(Node& lower, std::ptrdiff_t at) {
         Node& parent = *lower.parent;
-        const bool listed = parent.children.erase(&lower) > 0;
+        if (lower.waiting > 0) parent.children.erase(&lower);
+        nodes_.take(&lower);
+        disown(parent, lower);
         // The first block of all is the domain's, which is no part of the prompt.
-        Node* upper = child(parent, {lower.edge.begin(), lower.edge.begin() + long(at)},
-                            parent.bytes + (parent.parent ? at : at - 1) * block);
-        lower.edge.erase(lower.edge.begin(), lower.edge.begin() + long(at));
-        by_first_[lower.edge.front()] = &lower;
-        lower.parent = upper;
-        upper->waiting = lower.waiting;
-        upper->rank = lower.rank;
-        upper->arrival = lower.arrival;
-        upper->warm = lower.warm;
-        upper->sent = lower.sent;
-        upper->leader = lower.leader; // who fills the longer prefix fills this one
-        upper->since = lower.since;
-        if (listed) {
-            parent.children.insert(upper);
-            upper->children.insert(&lower);
+        Node& upper = child(parent, {lower.edge.begin(), lower.edge.begin() + at},
+                            parent.bytes + std::size_t(parent.parent ? at : at - 1) * block);
+        lower.edge = std::vector<Block>(lower.edge.begin() + at, lower.edge.end());
+        lower.parent = &upper;
+        nodes_.insert(&lower);
+        adopt(upper, lower);
+        upper.waiting = lower.waiting;
+        upper.running = lower.running;
+        upper.live = lower.live;
+        upper.rank = lower.rank;
+        upper.arrival = lower.arrival;
+        upper.warm = lower.warm;
+        upper.sent = lower.sent;
+        upper.leader = lower.leader; // who fills the longer prefix fills this one
+        upper.since = lower.since;
+        upper.shown_by = lower.shown_by;
+        upper.output = lower.output;
+        if (lower.waiting > 0) {
+            parent.children.insert(&upper);
+            upper.children.insert(&lower);
         }
         return upper;
     }
 
-    // Changes what the node's place among its siblings depends on.
-    template <class F>
-    void change(Node& node, F how) {
-        Node* parent = node.parent;
-        if (parent && node.waiting > 0) parent->children.erase(&node);
-        how(node);
-        if (parent && node.waiting > 0) parent->children.insert(&node);
+    // A prefix that only one other continues, with nothing to tell them apart, is no node.
+    void join(Node& upper) {
+        if (upper.kids != 1 || !upper.parent) return;
+        Node& lower = *reinterpret_cast<Node*>(upper.kids_xor);
+        if (upper.warm != lower.warm || upper.sent != lower.sent || upper.leader != lower.leader ||
+            upper.live != lower.live)
+            return;
+        Node& parent = *upper.parent;
+        if (upper.waiting > 0) parent.children.erase(&upper);
+        nodes_.take(&upper);
+        nodes_.take(&lower);
+        disown(parent, upper);
+        upper.edge.insert(upper.edge.end(), lower.edge.begin(), lower.edge.end());
+        upper.edge.shrink_to_fit();
+        lower.edge = std::move(upper.edge);
+        lower.parent = &parent;
+        lower.rank = upper.rank;
+        lower.arrival = upper.arrival;
+        if (!lower.output.known()) lower.output = upper.output;
+        nodes_.insert(&lower);
+        adopt(parent, lower);
+        if (lower.waiting > 0) parent.children.insert(&lower);
+        delete &upper;
     }
 
-    void take(RequestId id, const Entry& entry, bool sent) {
-        const auto rank = options_.match_length ? std::int64_t(entry.bytes) : entry.output;
-        entry.node->own.erase({-rank, entry.arrival, id});
-        for (Node* it = entry.node; it; it = it->parent)
-            change(*it, [&](Node& changed) {
-                --changed.waiting;
-                changed.sent |= sent;
-            });
+    void enqueue(RequestId id, Entry& entry) {
+        entry.state = State::waiting;
+        entry.sends = sends_;
+        arrived_.emplace_back(entry.arrival, id);
+        const auto place = rank(entry);
+        entry.node->own.insert({-place, entry.arrival, id});
+        for (Node* it = entry.node; it; it = it->parent) {
+            const bool moves = it->waiting == 0 || place > it->rank || entry.arrival < it->arrival;
+            if (moves && it->waiting > 0 && it->parent) it->parent->children.erase(it);
+            ++it->waiting;
+            it->rank = std::max(it->rank, place);
+            it->arrival = std::min(it->arrival, entry.arrival);
+            if (moves && it->parent) it->parent->children.insert(it);
+        }
+        most_waiting_ = std::max<std::uint64_t>(most_waiting_, root_.waiting);
     }
 
-    // The first node in depth-first order with a request that may go.
-    Node* find(Node& node, Point now, bool any) {
-        if (node.waiting == 0) return nullptr;
+    void dequeue(RequestId id, const Entry& entry, bool sent) {
+        entry.node->own.erase({-rank(entry), entry.arrival, id});
+        for (Node* it = entry.node; it; it = it->parent) {
+            const bool moves = it->waiting == 1 || (sent && !it->sent);
+            if (moves && it->parent) it->parent->children.erase(it);
+            --it->waiting;
+            it->sent |= sent;
+            if (moves && it->waiting > 0 && it->parent) it->parent->children.insert(it);
+        }
+        if (root_.waiting > 0) return;
+        arrived_.clear();
+        most_waiting_ = 0;
+    }
+
+    std::int64_t rank(const Entry& entry) const {
+        return options_.match_length ? std::int64_t(entry.bytes) : entry.output;
+    }
+
+    // The session's first turn waits in the tree, if none runs; a session without turns ends.
+    void promote(Session& session) {
+        if (session.running) return;
+        if (session.turns.empty()) {
+            open_sessions_ -= session.open;
+            sessions_.erase(std::string(session.name));
+            return;
+        }
+        const auto first = std::get<2>(*session.turns.begin());
+        if (session.first == first) return;
+        if (session.first) {
+            Entry& late = entries_.at(session.first);
+            dequeue(session.first, late, false);
+            late.state = State::behind;
+        }
+        session.first = first;
+        enqueue(first, entries_.at(first));
+    }
+
+    // No more is wanted of the request: what is known of its prompt is kept for a while.
+    void forget(typename Entries::iterator entry) {
+        Node& leaf = *entry->second.node;
+        entries_.erase(entry);
+        if (entries_.empty() && entries_.bucket_count() > 4096) entries_ = Entries();
+        for (Node* it = &leaf; it; it = it->parent) --it->live;
+        for (Node* it = leaf.parent; it;) {
+            Node* const above = it->parent;
+            join(*it);
+            it = above;
+        }
+        if (leaf.live == 0 && leaf.kids == 0) list(leaf);
+        while (idle_ > options_.remembered) drop(*oldest_);
+    }
+
+    void drop(Node& node) {
+        Node& parent = *node.parent;
+        unlist(node);
+        nodes_.take(&node);
+        disown(parent, node);
+        delete &node;
+        if (!parent.parent) return;
+        if (parent.kids == 0 && parent.live == 0)
+            list(parent);
+        else
+            join(parent);
+    }
+
+    void list(Node& node) {
+        node.idle = true;
+        node.older = newest_;
+        (newest_ ? newest_->newer : oldest_) = &node;
+        newest_ = &node;
+        ++idle_;
+    }
+
+    void unlist(Node& node) {
+        (node.older ? node.older->newer : oldest_) = node.newer;
+        (node.newer ? node.newer->older : newest_) = node.older;
+        node.older = node.newer = nullptr;
+        node.idle = false;
+        --idle_;
+    }
+
+    static std::int64_t predicted(const Node& leaf, std::int64_t most) {
+        for (const Node* it = &leaf; it; it = it->parent)
+            if (it->output.known())
+                return most > 0 ? std::min(it->output.mean(), most) : it->output.mean();
+        return most;
+    }
+
+    const Entry* still_waits(std::uint64_t arrival, RequestId id) const {
+        const auto it = entries_.find(id);
+        if (it == entries_.end() || it->second.arrival != arrival) return nullptr;
+        return it->second.state == State::waiting ? &it->second : nullptr;
+    }
+
+    // The one that came first, if it has waited for too many others.
+    Found overtaken(Point now) {
+        while (!still_waits(arrived_.front().first, arrived_.front().second)) arrived_.pop_front();
+        const auto id = arrived_.front().second;
+        Entry& entry = entries_.at(id);
+        if (options_.in_order) return {entry.node, id};
+        if (sends_ - entry.sends < options_.overtaking + 2 * most_waiting_) return {};
+        if (!may_begin(entry)) return {};
+        for (const Node* it = entry.node; it; it = it->parent)
+            if (now < held(*it)) return {};
+        return {entry.node, id};
+    }
+
+    bool may_begin(const Entry& entry) const {
+        return !entry.session || entry.session->open || options_.sessions == 0 ||
+               open_sessions_ < options_.sessions;
+    }
+
+    // The first in depth-first order that may go.
+    Found find(Node& node, Point now, bool any) {
+        if (node.waiting == 0) return {};
         if (const auto until = held(node); !any && now < until) {
             wake_ = std::min(wake_, until);
             passed_ += !node.leader;
-            return nullptr;
+            if (holds_.empty()) holds_ = node.leader ? "leader" : "leaders";
+            return {};
         }
-        if (!node.own.empty()) return &node;
-        for (Node* it : node.children) {
-            if (Node* found = find(*it, now, any)) return found;
-            if (passed_ == look_ahead) break;
+        for (const auto& [place, arrival, id] : node.own)
+            if (any || may_begin(entries_.at(id))) return {&node, id};
+        if (!node.own.empty()) {
+            ++passed_;
+            holds_ = "sessions";
+            return {};
         }
-        return nullptr;
+        // A slot keeps its prefix: what shares it with a running one would fill another slot.
+        const bool slots = options_.release == Release::slot;
+        for (const bool busy : {false, true}) {
+            for (Node* it : node.children) {
+                if (slots && (it->running > 0) != busy) continue;
+                if (const Found found = find(*it, now, any); found.node) return found;
+                if (passed_ >= look_ahead) return {};
+            }
+            if (!slots) break;
+        }
+        return {};
     }
 
     // Until when what waits below is held back, if nothing happens before.
@@ -362,9 +779,13 @@ private:
         return Point::min();
     }
 
+    bool shown_at_once() const {
+        return options_.release == Release::at_once || options_.release == Release::slot;
+    }
+
     // Long, and not in the server's cache.
     bool worth_sharing(const Node& node) const {
-        if (options_.release == Release::at_once || node.warm) return false;
+        if (shown_at_once() || node.warm) return false;
         const Node* above = node.parent;
         while (above && above->parent && !above->warm) above = above->parent;
         const auto bytes = node.bytes - (above ? above->bytes : 0);
@@ -376,9 +797,30 @@ private:
         return !node.leader && node.waiting > 1 && worth_sharing(node);
     }
 
-    std::optional<Pick> send(RequestId id, Node& leaf, Point now) {
+    static std::size_t own_bytes(const Node& node) {
+        return node.bytes - (node.parent ? node.parent->bytes : 0);
+    }
+
+    static std::size_t answer_bytes(const Entry& entry) { return 4 * std::size_t(entry.output); }
+
+    // The server's cache could not hold it beside what runs; who goes on with a session may.
+    bool too_much(const Found& found) const {
+        if (options_.cache_bytes == 0) return false;
+        const Entry& entry = entries_.at(found.id);
+        if (entry.session && entry.session->open) return false;
+        std::size_t more = answer_bytes(entry);
+        for (const Node* it = found.node; it && it->running == 0; it = it->parent)
+            more += own_bytes(*it);
+        return resident_ + more > options_.cache_bytes;
+    }
+
+    Pick send(RequestId id, Node& leaf, Point now, std::string_view why) {
         Entry& entry = entries_.at(id);
         Pick pick{id, entry.bytes, 0, 0};
+        if (leaf.parent->bytes > 0) {
+            pick.node = leaf.parent->edge.back();
+            pick.node_bytes = leaf.parent->bytes;
+        }
         for (Node* it = &leaf; it && it->parent; it = it->parent)
             if (it->sent) {
                 pick.maximum_bytes = std::min(it->bytes + block - 1, entry.bytes);
@@ -387,32 +829,88 @@ private:
         for (Node* it = &leaf; it; it = it->parent)
             if (it->warm) {
                 pick.expected_bytes = it->bytes;
+                if (it->bytes > 0) pick.waited_for = it->shown_by;
                 break;
             }
         bool leads = false; // others wait for what it fills the cache with
         for (Node* it = &leaf; it; it = it->parent) leads |= begins(*it);
         if (leads) leading_.emplace(now, id);
+        pick.why = !why.empty()                                                     ? why
+                   : leads                                                          ? "leader"
+                   : *pick.expected_bytes >= std::max(options_.shared_bytes, block) ? "follower"
+                                                                                    : "alone";
         for (Node* it = &leaf; it; it = it->parent) {
-            if (options_.release == Release::at_once) it->warm = true;
+            if (shown_at_once()) it->warm = true;
             if (it->warm || it->leader) continue;
             it->leader = id;
             it->since = now;
         }
-        take(id, entry, true);
-        entry.running = true;
+        dequeue(id, entry, true);
+        entry.state = State::running;
         entry.sent = now;
+        resident_ += answer_bytes(entry);
+        for (Node* it = &leaf; it; it = it->parent)
+            if (it->running++ == 0) resident_ += own_bytes(*it);
+        if (entry.session) {
+            auto& session = *entry.session;
+            session.turns.erase({entry.turn, entry.arrival, id});
+            session.first = 0;
+            session.running = id;
+            open_sessions_ += !session.open;
+            session.open = true;
+        }
+        ++sends_;
         ++running_;
         return pick;
     }
 
+    void plan(std::vector<Planned>& list, const Node& node, const Node*& last) const {
+        for (const auto& [place, arrival, id] : node.own) {
+            const Entry& entry = entries_.at(id);
+            plan(list, id, entry, last);
+            if (!entry.session) continue;
+            for (const auto& [turn, came, next] : entry.session->turns)
+                if (next != id) {
+                    plan(list, next, entries_.at(next), last);
+                    list.back().continues = true;
+                }
+        }
+        for (const Node* it : node.children) plan(list, *it, last);
+    }
+
+    static void plan(std::vector<Planned>& list, RequestId id, const Entry& entry,
+                     const Node*& last) {
+        const auto depth = [](const Node* it) {
+            unsigned count = 0;
+            for (; it; it = it->parent) ++count;
+            return count;
+        };
+        const Node* a = entry.node;
+        const Node* b = last;
+        auto below = depth(a), above = depth(b);
+        for (; below > above; --below) a = a->parent;
+        for (; above > below; --above) b = b->parent;
+        for (; a != b; b = b->parent) a = a->parent;
+        list.push_back({id, entry.bytes, b ? std::min(b->bytes, entry.bytes) : 0, entry.output});
+        last = entry.node;
+    }
+
     Options options_;
-    std::deque<Node> nodes_;                    // never moves them; the first is the root
-    std::unordered_map<Block, Node*> by_first_; // by the first block of the edge
-    std::unordered_map<RequestId, Entry> entries_;
-    std::uint64_t arrivals_ = 0;
+    Node root_;
+    Nodes nodes_;
+    Node *oldest_ = nullptr, *newest_ = nullptr; // of the idle nodes
+    std::size_t idle_ = 0;
+    Entries entries_;
+    std::unordered_map<std::string, Session> sessions_; // that have not ended
+    std::size_t open_sessions_ = 0;
+    std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not
+    std::vector<Block> path_;                                 // of the prompt that is read
+    std::uint64_t arrivals_ = 0, sends_ = 0, most_waiting_ = 0;
     std::size_t running_ = 0;
+    std::size_t resident_ = 0;                      // bytes of what runs, shared ones once
     std::set<std::pair<Point, RequestId>> leading_; // who fills a shared prefix, since when
     Point wake_ = Point::max();
+    std::string_view holds_;
     unsigned passed_ = 0; // by the last next()
 };
 

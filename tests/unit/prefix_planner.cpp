@@ -720,3 +720,295 @@ TEST_CASE("a hundred thousand prompts in a thousand groups come out group by gro
     CHECK(count == n);
     CHECK(changes == 999);
 }
+
+TEST_CASE("what has ended is forgotten, but for the last ones") {
+    Options options;
+    options.remembered = 10;
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= 2000; ++id) {
+        // Each parts from the first one elsewhere: what is left of a prefix is no chain of nodes.
+        add(planner, id, std::string(id % 40 * block, 'c') + std::to_string(id) + header);
+        if (id % 3 == 0) planner.remove(id);
+        while (const auto pick = planner.next(start))
+            planner.progressed(pick->id, id % 5 ? Step::done : Step::failed, start);
+        REQUIRE(planner.nodes() <= 25);
+    }
+    add(planner, 3000, std::string(2000 % 40 * block, 'c') + "2000" + header);
+    CHECK(planner.next(start)->maximum_bytes > 300u); // of the last ones it knows
+}
+
+TEST_CASE("with a short memory nothing is lost, held for ever or counted as more than it is") {
+    for (unsigned seed = 1; seed <= 1000; ++seed) {
+        CAPTURE(seed);
+        std::vector<Ids> orders;
+        for (const auto letters : {"AB", "QZ"}) {
+            Random random(seed);
+            auto options = random_options(random);
+            options.remembered = below(random, 4);
+            RadixPlanner planner(options);
+            std::size_t waiting = 0, running = 0;
+            Ids order;
+            live(planner, random, letters,
+                 [&](const Event& event, const Question&, Step step, Point) {
+                     waiting += event.kind == Event::added;
+                     waiting -= event.kind == Event::removed;
+                     running -= event.kind == Event::progressed && step != Step::first_text;
+                     REQUIRE(planner.nodes() <= 3 * (waiting + running + options.remembered + 1));
+                     if (event.kind != Event::asked) return;
+                     if (running == 0 && waiting > 0) REQUIRE(event.pick);
+                     order.push_back(event.pick ? event.pick->id : 0);
+                     if (!event.pick) return;
+                     --waiting;
+                     ++running;
+                     REQUIRE(*event.pick->expected_bytes <= *event.pick->maximum_bytes);
+                     REQUIRE(*event.pick->maximum_bytes <= event.pick->prompt_bytes);
+                 });
+            orders.push_back(order);
+        }
+        REQUIRE(orders[0] == orders[1]);
+    }
+}
+
+namespace {
+
+void add_turn(PrefixPlanner& planner, RequestId id, const std::string& session, int turn,
+              const std::string& text) {
+    planner.add(id, {"d", {text}, 10, session, turn});
+}
+
+} // namespace
+
+TEST_CASE("the turns of a session go one after the other, each session to its end") {
+    for (const auto release : {Release::at_once, Release::first_text}) {
+        Options options;
+        options.release = release;
+        RadixPlanner planner(options);
+        add_turn(planner, 1, "a", 3, spell("AAAACCCCDDDDp"));
+        add_turn(planner, 2, "a", 1, spell("AAAAp"));
+        add_turn(planner, 3, "b", 1, spell("BBBBp"));
+        add_turn(planner, 4, "b", 2, spell("BBBBCCCCp"));
+        add_turn(planner, 5, "a", 2, spell("AAAACCCCp"));
+        REQUIRE(burst(planner) == Ids{2, 3});
+        planner.progressed(2, Step::first_text, start);
+        CHECK(burst(planner).empty());
+        planner.progressed(2, Step::done, start);
+        CHECK(burst(planner) == Ids{5});
+        planner.progressed(5, Step::failed, start); // the next need not wait for it
+        planner.progressed(3, Step::done, start);
+        CHECK(burst(planner) == Ids{1, 4});
+        add_turn(planner, 5, "a", 2, spell("AAAACCCCp"));
+        CHECK(burst(planner).empty());
+        planner.progressed(1, Step::done, start);
+        CHECK(burst(planner) == Ids{5});
+    }
+}
+
+TEST_CASE("no more sessions are open at once than the server's cache holds, and all end") {
+    std::size_t most = 0;
+    for (unsigned seed = 1; seed <= 300; ++seed) {
+        CAPTURE(seed);
+        Random random(seed);
+        auto options = random_options(random);
+        options.sessions = 1 + below(random, 3);
+        RadixPlanner planner(options);
+        std::map<RequestId, std::pair<std::string, int>> turns;
+        RequestId last = 0;
+        for (char name = 'a'; name < 'a' + 8; ++name) {
+            std::string text = spell(std::string(1, name == 'c' ? 'B' : 'A')) + name;
+            const int count = 1 + int(below(random, 4));
+            for (int turn = 0; turn < count; ++turn) {
+                turns[++last] = {std::string(1, name), turn};
+                add_turn(planner, last, turns[last].first, turn, text += spell("BC"));
+            }
+        }
+        if (below(random, 2)) { // one is given up
+            planner.remove(2);
+            turns.erase(2);
+        }
+        std::map<std::string, int> open; // and the turn that was sent last
+        std::map<std::string, int> left;
+        for (const auto& [id, turn] : turns) ++left[turn.first];
+        std::vector<RequestId> running;
+        Point now = start;
+        while (!turns.empty() || !running.empty()) {
+            now += 1s;
+            const auto pick = running.size() < 6 ? planner.next(now) : std::optional<Pick>();
+            if (pick) {
+                const auto [name, turn] = turns.at(pick->id);
+                for (const auto id : running) REQUIRE(id != pick->id);
+                const auto [before, fresh] = open.emplace(name, -1);
+                REQUIRE(before->second < turn);
+                before->second = turn;
+                running.push_back(pick->id);
+                REQUIRE(open.size() <= options.sessions);
+                most = std::max(most, open.size());
+            } else {
+                REQUIRE_FALSE(running.empty());
+                const auto id = running[below(random, unsigned(running.size()))];
+                planner.progressed(id, Step::done, now);
+                std::erase(running, id);
+                const auto name = turns.at(id).first;
+                turns.erase(id);
+                if (--left[name] == 0) open.erase(name);
+            }
+        }
+        REQUIRE_FALSE(planner.next(now));
+    }
+    CHECK(most == 3);
+}
+
+TEST_CASE("what runs fits into the server's cache, what is shared counted once") {
+    Options options;
+    options.release = Release::at_once;
+    options.cache_bytes = 4 * block + 3 * (block + 40);
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= 5; ++id)
+        add(planner, id, spell("AAAA") + std::string(block, char('a' + id)), 10);
+    add(planner, 6, spell("BBBBBBBBBBBBBBBBBB"), 5); // more than it holds: alone
+    CHECK(burst(planner) == Ids{1, 2, 3});
+    CHECK(planner.holds() == "memory");
+    planner.progressed(2, Step::done, start);
+    CHECK(burst(planner) == Ids{4});
+    for (const RequestId id : {1, 3, 4}) planner.progressed(id, Step::done, start);
+    CHECK(burst(planner) == Ids{5});
+    planner.progressed(5, Step::done, start);
+    CHECK(burst(planner) == Ids{6});
+}
+
+TEST_CASE("nobody is overtaken for ever by those who come later and share more") {
+    Options options;
+    options.overtaking = 5;
+    RadixPlanner planner(options);
+    add(planner, 1, spell("AAAAp"));
+    planner.progressed(planner.next(start)->id, Step::done, start);
+    add(planner, 2, spell("BBBBp"));
+    for (RequestId id = 10; id < 40; ++id) {
+        add(planner, id, spell("AAAA") + std::to_string(id));
+        const auto pick = planner.next(start);
+        planner.progressed(pick->id, Step::done, start);
+        if (pick->id != 2) continue;
+        CHECK(pick->why == "overtaken");
+        CHECK(id == 10 + 9); // 5, and twice the 2 that waited at once
+        return;
+    }
+    FAIL("it was never sent");
+}
+
+TEST_CASE("a prefix keeps to one slot as long as there are others to begin") {
+    Options options;
+    options.release = Release::slot;
+    RadixPlanner planner(options);
+    const auto text = [](char group, RequestId id) {
+        return spell("S") + std::string(4 * block, group) + std::to_string(id);
+    };
+    for (RequestId id = 0; id < 9; ++id) add(planner, id + 1, text("abc"[id % 3], id));
+    CHECK(planner.next(start)->id == 1);
+    CHECK(planner.next(start)->id == 2);
+    planner.progressed(1, Step::done, start);
+    CHECK(planner.next(start)->id == 4); // the slot that is free has its prefix
+    CHECK(planner.next(start)->id == 3);
+    CHECK(planner.next(start)->id == 7); // no other group is left: nothing waits for a slot
+}
+
+TEST_CASE("the length of answers is predicted by those of its own group") {
+    RadixPlanner planner;
+    const auto answer = [&](RequestId id, const std::string& text, std::int64_t tokens) {
+        add(planner, id, text, 500);
+        REQUIRE(planner.next(start)->id == id);
+        planner.answered(id, tokens);
+        planner.progressed(id, Step::done, start);
+    };
+    answer(1, spell("SAp"), 20);
+    answer(2, spell("SBp"), 100);
+    answer(3, spell("SBq"), 300);
+    add(planner, 10, spell("SAr"), 500);
+    add(planner, 11, spell("SBr"), 500);
+    add(planner, 12, spell("SCr"), 500); // as all
+    add(planner, 13, spell("SBs"), 50);  // cannot be longer
+    std::map<RequestId, std::int64_t> output;
+    for (const auto& it : planner.order()) output[it.id] = it.output_tokens;
+    CHECK(output == std::map<RequestId, std::int64_t>{{10, 20}, {11, 200}, {12, 140}, {13, 50}});
+}
+
+TEST_CASE("in the order of arrival only the figures are the tree's") {
+    Options options;
+    options.in_order = true;
+    RadixPlanner planner(options);
+    const std::vector<std::string> words{"AAAAp", "BBBBp", "AAAAq", "BBBBq"};
+    for (RequestId id = 1; id <= words.size(); ++id) add(planner, id, spell(words[id - 1]));
+    planner.remove(2);
+    add(planner, 5, spell("AAAAp"));
+    CHECK(planner.order().size() == 4);
+    CHECK(planner.next(start)->maximum_bytes == 0u);
+    auto pick = planner.next(start);
+    CHECK(pick->id == 3); // nobody is waited for
+    CHECK(pick->why == "arrival");
+    CHECK(pick->expected_bytes == 0u);
+    CHECK(pick->maximum_bytes == 4 * block + 1);
+    CHECK(burst(planner) == Ids{4, 5});
+}
+
+TEST_CASE("a pick says why, of which prefix, and whom it waited for") {
+    RadixPlanner planner;
+    for (RequestId id = 1; id <= 3; ++id) add(planner, id, spell("AAAA") + std::to_string(id));
+    add(planner, 4, spell("BBBBp"));
+    auto pick = planner.next(start);
+    CHECK(pick->why == "leader");
+    CHECK(pick->node_bytes == 4 * block);
+    const auto node = pick->node;
+    CHECK(node != 0);
+    pick = planner.next(start);
+    CHECK(pick->id == 4);
+    CHECK(pick->why == "alone");
+    CHECK(pick->node == 0);
+    CHECK_FALSE(planner.next(start));
+    CHECK(planner.holds() == "leader");
+    planner.progressed(1, Step::first_text, start);
+    pick = planner.next(start);
+    CHECK(pick->why == "follower");
+    CHECK(pick->node == node);
+    CHECK(pick->waited_for == 1);
+    CHECK(planner.holds().empty());
+}
+
+TEST_CASE("the order of what waits is the order in which it goes, with what each one costs") {
+    for (unsigned seed = 1; seed <= 300; ++seed) {
+        CAPTURE(seed);
+        Random random(seed);
+        auto options = random_options(random);
+        options.leaders = 0;
+        RadixPlanner planner(options);
+        std::map<RequestId, Question> all;
+        for (RequestId id = 1; id <= 12; ++id) {
+            const auto question = all[id] = random_question(random);
+            add(planner, id, question.text, question.output, question.domain);
+        }
+        const auto order = planner.order();
+        Ids ids;
+        for (const auto& it : order) ids.push_back(it.id);
+        for (std::size_t i = 1; i < order.size(); ++i) {
+            const auto &a = all[ids[i - 1]], &b = all[ids[i]];
+            const auto same = a.domain == b.domain ? common(a.text, b.text) : 0;
+            REQUIRE(order[i].shared_bytes <= same);
+            REQUIRE(order[i].shared_bytes + block > same);
+            REQUIRE(order[i].prompt_bytes == b.text.size());
+        }
+        REQUIRE(ids == drain(planner));
+    }
+}
+
+TEST_CASE("an order is cut into runs of like cost where little is shared") {
+    std::vector<evalrt::Planned> order;
+    // Groups of 10, 400 bytes of 404 shared inside: a group costs 101 + 9 * 1 tokens.
+    for (RequestId id = 1; id <= 1000; ++id)
+        order.push_back({id, 404, id % 10 == 1 ? 0u : 400u, 0, false});
+    CHECK(evalrt::cuts(order, 1).empty());
+    const auto three = evalrt::cuts(order, 3);
+    REQUIRE(three.size() == 2);
+    for (const auto cut : three) CHECK(order[cut].shared_bytes == 0);
+    CHECK(std::abs(double(three[0]) - 1000 / 3.0) < 25);
+    CHECK(std::abs(double(three[1]) - 2000 / 3.0) < 25);
+    for (auto& it : order) it.continues = it.id > 1; // one conversation
+    CHECK(evalrt::cuts(order, 2) == std::vector<std::size_t>{0});
+    CHECK(evalrt::cuts({}, 3) == std::vector<std::size_t>{0, 0});
+}

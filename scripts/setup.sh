@@ -114,13 +114,24 @@ print(u.find_spec("bfcl_eval").submodule_search_locations[0])')/data
     ENGINE_SERVER="$ENGINE/bin/mlx_lm.server"
     if ! on_mac; then
         # The CPU build of mlx links the reference BLAS: a tenth of the speed, and no gain from
-        # batching. OpenBLAS is put before it for the server's process alone.
+        # batching. OpenBLAS is put before it for the server's process alone, with its AVX-512
+        # kernels where the processor has that (it knows no processor newer than itself, and takes
+        # the kernels of an old one), and threads that soon leave the processor to others. Without
+        # a pool of its own, mlx asks malloc for each array: memory that was freed is kept, in huge
+        # pages, instead of being mapped and cleared by the kernel again at each step.
         local blas
         blas=$(dpkg -L libopenblas0-pthread | grep -m1 '/libopenblas.so.0$') ||
             die "libopenblas0-pthread has no libopenblas.so.0"
         ENGINE_SERVER="$ENGINE/bin/mlx_lm.server-openblas"
-        printf '#!/bin/sh\nLD_PRELOAD=%s exec "%s" -m mlx_lm server "$@"\n' "$blas" "$ENGINE/bin/python" \
-            >"$ENGINE_SERVER.new"
+        cat >"$ENGINE_SERVER.new" <<EOF
+#!/bin/sh
+if grep -qw avx512vl /proc/cpuinfo && [ -z "\${OPENBLAS_CORETYPE:-}" ]; then
+    export OPENBLAS_CORETYPE=SkylakeX
+fi
+export OPENBLAS_THREAD_TIMEOUT=14 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
+export MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+LD_PRELOAD=$blas exec "$ENGINE/bin/python" -m mlx_lm server "\$@"
+EOF
         chmod +x "$ENGINE_SERVER.new"
         mv "$ENGINE_SERVER.new" "$ENGINE_SERVER"
     fi

@@ -8,6 +8,24 @@ public struct Configuration: Sendable {
         case fifo
     }
 
+    /// What a server speaks.
+    public enum Wire: String, Sendable {
+        case openai, anthropic
+    }
+
+    /// An address of this machine for other programs.
+    public struct Gateway: Sendable {
+        /// `nil`: any free one.
+        public var port: Int?
+        /// Its clients must send it, as their API key; `nil`: none.
+        public var token: String?
+
+        public init(port: Int? = nil, token: String? = nil) {
+            self.port = port
+            self.token = token
+        }
+    }
+
     /// The server's kind: `tinygpt`, `omlx`, `mlx-server` or `openai-url`. Opening with another
     /// name fails with a message that lists all.
     public var backend = "tinygpt"
@@ -35,6 +53,17 @@ public struct Configuration: Sendable {
     /// A file that keeps every answer, made if it is not there: what it holds is not asked again.
     /// One of a run with another model, server or settings is refused.
     public var journal: String?
+    /// `nil`: what the backend speaks. Requests are translated where that is another wire.
+    public var wire: Wire?
+    /// Makes ``Runtime/url`` an address for programs that speak to OpenAI or Anthropic: what they
+    /// ask is queued, ordered and counted with what is asked here. The model above, if there is
+    /// one, wins over the one that they name.
+    public var gateway: Gateway?
+    /// False, with a `url`: send the server nothing but what is asked. Opening then finds out
+    /// neither who answers there nor whether somebody does.
+    public var probe = true
+    /// How many of the answers, taken at random, ``Runtime/checkParity()`` asks again.
+    public var parity = 0
     /// Gets what the user should read, a line at a time, on the runtime's own thread, which it must
     /// not keep waiting.
     public var log: (@Sendable (String) -> Void)?

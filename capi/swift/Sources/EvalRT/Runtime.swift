@@ -20,8 +20,8 @@ public final class Runtime: Sendable {
     nonisolated(unsafe) let handle: OpaquePointer
     private let log: LogSink?
 
-    /// The server's address for any OpenAI client: `http://host:port/v1`. What is sent there
-    /// directly is neither ordered nor counted.
+    /// An address for any OpenAI client, `http://host:port/v1`: the gateway's, if the
+    /// configuration has one, or else the server's own, past the queue and uncounted.
     public let url: String
     /// For a body's `model`; may be empty.
     public let model: String
@@ -67,6 +67,12 @@ public final class Runtime: Sendable {
         config.ca_file = try strings.add(configuration.caFile, "certificate file")
         config.order = try strings.add(configuration.order.rawValue, "order")
         config.journal = try strings.add(configuration.journal, "journal")
+        config.wire = try strings.add(configuration.wire?.rawValue, "wire")
+        config.gateway = configuration.gateway != nil
+        config.gateway_port = try unsigned(configuration.gateway?.port, "gateway's port")
+        config.gateway_token = try strings.add(configuration.gateway?.token, "gateway's token")
+        config.no_probe = !configuration.probe
+        config.parity = try unsigned(configuration.parity, "number of answers to ask again")
         config.port = try unsigned(configuration.port, "port")
         config.max_context = try unsigned(configuration.maxContext, "context")
         config.max_in_flight = try unsigned(configuration.maxInFlight, "number of requests at once")
@@ -172,6 +178,19 @@ public final class Runtime: Sendable {
             }
             call.start(request)
         }
+    }
+
+    /// Asks ``Configuration/parity`` of the answers so far again, one at a time, past the journal:
+    /// ``Summary/parity`` then tells how many are the same. Ask nothing else meanwhile; while
+    /// requests run it fails with the code `invalid`.
+    public func checkParity() async throws(EvalError) {
+        let error = await withCheckedContinuation {
+            (done: CheckedContinuation<EvalError?, Never>) in
+            DispatchQueue.global().async {
+                done.resume(returning: evalrt_check_parity(self.handle).map(EvalError.init(owned:)))
+            }
+        }
+        if let error { throw error }
     }
 
     /// The run so far; also after it is closed.

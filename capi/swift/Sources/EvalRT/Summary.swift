@@ -9,6 +9,15 @@ public struct Summary: Decodable, Sendable {
         public let maximum: Int?
     }
 
+    /// What asking a sample again, one at a time, gave.
+    public struct Parity: Decodable, Sendable, Hashable {
+        public let checked: Int
+        public let identical: Int
+        public let different: Int
+        /// Of the different: the request's name, or else its number.
+        public let ids: [String]
+    }
+
     public struct Percentiles: Decodable, Sendable {
         public let p50: Double?
         public let p90: Double?
@@ -40,5 +49,7 @@ public struct Summary: Decodable, Sendable {
     public let serverRestarts: Int
     /// "prefix cached: 1234 tokens (...)", or why there is no number.
     public let prefixCached: String
+    /// `nil`: not checked.
+    public let parity: Parity?
     public let notes: [String]
 }

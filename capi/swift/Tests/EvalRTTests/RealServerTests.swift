@@ -17,6 +17,8 @@ struct RealServerTests {
     func real() async throws {
         var configuration = Configuration(backend: "mlx-server", model: model)
         configuration.executable = program
+        configuration.gateway = .init()
+        configuration.parity = 3
         let runtime = try await openAgain(configuration)
         var request = chat("What is the capital of France? Answer in one word.")
         request.maxTokens = 12
@@ -38,6 +40,17 @@ struct RealServerTests {
         #expect(summary.answered == 10 && summary.failed == 0)
         #expect(summary.inFlightMean! > 1)
         #expect(summary.cachedTokens.actual! > 7 * 100)
+
+        try await runtime.checkParity()
+        #expect(try runtime.summary().parity?.checked == 3)
+
+        var address = Configuration(backend: "openai-url", url: runtime.url)
+        address.wire = .anthropic
+        address.probe = false
+        let other = try await Runtime.open(address)
+        #expect(try await other.complete(request).text == answer.text)
+        await other.close()
+        #expect(try runtime.summary().answered == 11)
 
         var endless = chat("Count from one to ten thousand.")
         endless.maxTokens = 4000

@@ -296,6 +296,61 @@ import Testing
         #expect(refused?.code == .journal)
     }
 
+    @Test("a gateway lets other programs use the runtime") func gateway() async throws {
+        let runtime = try await server.open {
+            $0.gateway = .init(token: "secret")
+            $0.maxInFlight = 2
+        }
+        var other = Configuration(backend: "openai-url", model: "their own", url: runtime.url)
+        #expect(await failure { _ = try await Runtime.open(other) }?.code == .auth)
+        other.apiKey = "secret"
+        other.probe = false
+        for wire in [Configuration.Wire.openai, .anthropic] {
+            other.wire = wire
+            let client = try await Runtime.open(other)
+            #expect(try await client.complete(chat("hi")).text == "answer to hi ")
+            await client.close()
+        }
+        #expect(try await runtime.complete(chat("hi")).text == "answer to hi ")
+        let summary = try runtime.summary()
+        #expect(summary.requests == 3 && summary.answered == 3)
+        // And the one that it had to answer to be there.
+        #expect(server.lines.count(where: { $0.contains("\"default_model\"") }) == 4)
+        #expect(!server.lines.contains { $0.contains("their own") })
+        var taken = server.configuration()
+        taken.gateway = .init(port: Int(runtime.url.split(separator: ":").last!.dropLast(3)))
+        #expect(await failure { _ = try await Runtime.open(taken) }?.code == .invalid)
+    }
+
+    @Test("a server that is not probed gets nothing but what is asked") func noProbe()
+        async throws {
+        let nobody = Configuration(backend: "openai-url", url: "http://127.0.0.1:1/v1")
+        #expect(await failure { _ = try await Runtime.open(nobody) }?.code == .unreachable)
+        let owner = try await server.open()
+        let before = server.lines.count
+        var configuration = Configuration(backend: "openai-url", url: owner.url)
+        configuration.probe = false
+        let runtime = try await Runtime.open(configuration)
+        #expect(server.lines.count == before)
+        #expect(try await runtime.complete(chat("hi")).text == "answer to hi ")
+        #expect(server.lines.count == before + 1)
+    }
+
+    @Test("a sample of the answers is asked again") func parity() async throws {
+        let runtime = try await server.open { $0.parity = 9 }
+        var changes = chat("count")
+        changes.name = "changes"
+        let results = await runtime.complete([chat("one"), changes, chat("two")])
+        for result in results { _ = try result.get() }
+        #expect(try runtime.summary().parity == nil)
+        try await runtime.checkParity()
+        #expect(try runtime.summary().parity
+            == .init(checked: 3, identical: 2, different: 1, ids: ["changes"]))
+        #expect(try runtime.summary().answered == 3)
+        let plain = try await server.open()
+        #expect(await failure { try await plain.checkParity() }?.code == .invalid)
+    }
+
     @Test("two runtimes do not know each other") func two() async throws {
         let first = try await server.open()
         let other = try FakeServer()

@@ -14,7 +14,8 @@ public final class Serve: Sendable {
 
     public var isRunning: Bool { runtime.isRunning }
 
-    /// For clients of another process: OPENAI_BASE_URL of a Python child.
+    /// For clients of another process: OPENAI_BASE_URL of a Python child. What they ask tinygpt
+    /// goes straight to it, as ever; another backend's is queued and counted with the rest.
     public var baseURL: String { runtime.url }
 
     /// For a body's `model`.
@@ -143,7 +144,12 @@ public enum EvalHarnessSupport {
             configuration.executable = ownExecutable()
         }
         configuration.serverArguments = extraArgs
-        configuration.port = backend.url == nil ? port : nil
+        // Who asks the port that the call site chose, whatever model he names, finds the runtime.
+        if backend.backend == "tinygpt", backend.url == nil {
+            configuration.port = port
+        } else {
+            configuration.gateway = .init(port: port)
+        }
         configuration.maxContext = maxContext
         configuration.maxInFlight = backend.maxInFlight
         configuration.journal = backend.journal

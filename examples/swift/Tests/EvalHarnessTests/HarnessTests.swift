@@ -61,7 +61,8 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
             return (serve, port)
         } catch {
             tries += 1
-            guard tries < 5, error.code != .invalid else { throw error }
+            guard tries < 5, error.code != .invalid || error.message.contains("gateway")
+            else { throw error }
         }
     }
 }
@@ -138,6 +139,25 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
         let base = serve.baseURL
         #expect(EvalHarnessSupport.completion(baseURL: base, prompt: "fail") == nil)
         #expect(EvalHarnessSupport.completion(baseURL: base, prompt: "p") == "answer to p")
+    }
+
+    @Test("the port of the call site leads programs of others to any backend")
+    func children() async throws {
+        let model = try folder.write("", to: "model")
+        var choice = BackendChoice()
+        choice.executable = try folder.standIn("fake_openai.py")
+        choice.backend = "mlx-server"
+        choice.maxInFlight = 2
+        let (serve, port) = try start(model, choice)
+        #expect(serve.baseURL == "http://127.0.0.1:\(port)/v1")
+        let client = support.appendingPathComponent("../capi/gateway_client.py").standardized.path
+        let (code, out) = try await run(URL(fileURLWithPath: "/usr/bin/env"), [
+            "python3", client, serve.baseURL, "no token", "one", "sleep 0.1", "two",
+        ])
+        #expect(code == 0 && out == "answer to one \nanswer to sleep 0.1 \nanswer to two \n")
+        #expect(try serve.runtime.summary().answered == 3)
+        #expect(folder.log.compactMap(\.in_flight).max() == 2)
+        await serve.runtime.close()
     }
 
     @Test("flags choose the backend, and the others pass") func flags() throws {
@@ -232,9 +252,9 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
     }
 
     /// Waits for a program's end without keeping a thread of the tests' pool.
-    private func run(_ name: String, _ arguments: [String]) async throws -> (Int32, String) {
+    private func run(_ program: URL, _ arguments: [String]) async throws -> (Int32, String) {
         let process = Process()
-        process.executableURL = URL(fileURLWithPath: bin!).appendingPathComponent(name)
+        process.executableURL = program
         process.arguments = arguments
         let out = folder.url.appendingPathComponent("out")
         try Data().write(to: out)
@@ -254,12 +274,15 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
         choice.backend = "mlx-server"
         choice.executable = try folder.standIn("fake_openai.py")
         let (serve, _) = try start(model, choice)
-        let (asked, answer) = try await run("ask", [serve.baseURL, "hi"])
+        let programs = URL(fileURLWithPath: bin!)
+        let ask = programs.appendingPathComponent("ask")
+        let (asked, answer) = try await run(ask, [serve.baseURL, "hi"])
         #expect(asked == 0 && answer == "answer to hi \n")
         await serve.runtime.close()
 
         let rows = folder.url.appendingPathComponent("rows").path
-        let (code, out) = try await run("eval-harness", [
+        let harness = programs.appendingPathComponent("eval-harness")
+        let (code, out) = try await run(harness, [
             model, "--bfcl-data", folder.url.path, "--category", "mini", "--out", rows,
             "--backend", "mlx-server", "--backend-executable", choice.executable!,
             "--max-in-flight", "3", "--serve-port", "\(Int.random(in: 20000..<32000))",

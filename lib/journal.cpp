@@ -466,6 +466,17 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             });
     }
 
+    void suite_asked() {
+        if (!resumed || fresh || broken || closed) return;
+        work(
+            [items = index.unasked()](std::unique_ptr<detail::JournalFile>& it) {
+                return it ? it->retire(items) : Failure();
+            },
+            [this](Failure failure) {
+                if (failure) fail(std::move(failure));
+            });
+    }
+
     void cancel(std::uint64_t id) {
         const auto it = all.find(id);
         if (it == all.end()) return; // being read or committed
@@ -527,6 +538,7 @@ Journal::~Journal() {
 
 asio::any_io_executor Journal::get_executor() noexcept { return impl_->executor; }
 void Journal::connect(Backend& inner) { impl_->inner = &inner; }
+void Journal::suite_asked() { impl_->suite_asked(); }
 void Journal::rewind() {
     impl_->index.rewind();
     impl_->fresh = false;

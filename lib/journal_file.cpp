@@ -98,6 +98,21 @@ std::optional<std::int64_t> place_of(const std::string& text, const std::string&
     return (std::int64_t(at - body.data()) << 32) | std::int64_t(quoted.size());
 }
 
+std::string one_line(std::string_view text) {
+    std::string line;
+    for (const char c : text)
+        line += c == '\n' || c == '\r' ? std::string("; ") : std::string(1, c);
+    return line;
+}
+
+// What was answered, without ids and times of the server's.
+std::string answer_part(const Response& response) {
+    const auto list = members(response.body);
+    for (const auto* name : {"choices", "content"})
+        if (const auto value = member(list, name)) return std::string(*value);
+    return response.body;
+}
+
 std::int64_t micros(Timing::Millis value) { return std::llround(value.count() * 1000); }
 Timing::Millis millis(std::int64_t value) { return Timing::Millis(double(value) / 1000); }
 
@@ -197,7 +212,7 @@ private:
 
 void JournalFile::trouble(int code, const char* doing) {
     const int primary = code & 0xFF;
-    std::string why = db_ ? ::sqlite3_errmsg(db_) : ::sqlite3_errstr(code);
+    std::string why = one_line(db_ ? ::sqlite3_errmsg(db_) : ::sqlite3_errstr(code));
     if (primary == SQLITE_IOERR)
         if (const int number = db_ ? ::sqlite3_system_errno(db_) : 0)
             why += fmt::format(" ({})", std::strerror(number));
@@ -294,8 +309,9 @@ JournalFile::Statement& JournalFile::prepare(std::unique_ptr<Statement>& slot, c
     return slot->reset();
 }
 
-void JournalFile::connect(int flags) {
-    const int code = ::sqlite3_open_v2(path_.c_str(), &db_, flags | SQLITE_OPEN_NOMUTEX, nullptr);
+void JournalFile::connect(int flags, const std::string& uri) {
+    const int code = ::sqlite3_open_v2(uri.empty() ? path_.c_str() : uri.c_str(), &db_,
+                                       flags | SQLITE_OPEN_NOMUTEX, nullptr);
     if (code != SQLITE_OK) trouble(code, "open");
     ::sqlite3_extended_result_codes(db_, 1);
     ::sqlite3_busy_timeout(db_, 10000);
@@ -370,7 +386,7 @@ Failure JournalFile::open(const std::string& path, std::unique_ptr<JournalFile>&
             throw Trouble{{JournalErrc::corrupt,
                            fmt::format("the journal {} is damaged ({}); it is left as it is: move "
                                        "it away, or restore a copy",
-                                       path, check.text(0))}};
+                                       path, one_line(check.text(0)))}};
     });
     if (failure) out.reset();
     return failure;
@@ -385,9 +401,7 @@ Failure JournalFile::open_to_read(const std::string& path, std::unique_ptr<Journ
             throw Trouble{{JournalErrc::foreign,
                            fmt::format("cannot open {}: {}", path, std::strerror(errno))}};
         file.check_header();
-        file.connect(SQLITE_OPEN_READONLY);
-        file.execute("BEGIN"); // all reads see one moment
-        Statement(file, "SELECT count(*) FROM runs").step("read");
+        file.connect_to_read();
     });
     if (failure) out.reset();
     return failure;
@@ -529,45 +543,46 @@ Failure JournalFile::write(const std::vector<JournalRow>& rows,
             insert.step("write");
         }
         const auto at = unix_ms() - started_;
-        for (const auto& it : outcomes) {
-            const auto& response = *it.response;
-            const auto& timing = response.timing;
-            const auto& body = response.body;
-            auto& insert = prepare(
-                insert_outcome_, "INSERT INTO outcomes VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, "
-                                 "?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)");
-            insert.add(it.outcome).add(it.item).add(session_).add(at);
-            insert.add(response.outcome ? name(*response.outcome) : std::string_view());
-            insert.add(std::int64_t(it.shared));
-            insert.add(it.source > 0 ? std::optional(it.source) : std::nullopt);
-            insert.add(std::int64_t(response.status)).add(std::int64_t(response.attempts));
-            insert.add(response.usage.prompt_tokens).add(response.usage.cached_tokens);
-            insert.add(response.usage.completion_tokens);
-            insert.add(response.expected_cached).add(response.maximum_cached);
-            insert.add(micros(timing.queued)).add(timing.first_text).add(timing.last_text);
-            insert.add(micros(timing.total)).add(std::string_view(response.detail));
-            if (it.source > 0)
-                insert.null().null().null().null();
-            else
-                insert.add(std::int64_t(body.size()))
-                    .add_part(response.text, body)
-                    .add_part(response.finish_reason, body)
-                    .add_part(response.request_id, body);
-            insert.step("write");
-            if (it.source > 0) continue;
-            for (std::size_t at_byte = 0, n = 0; at_byte < body.size();
-                 at_byte += piece_size, ++n) {
-                auto& piece = prepare(insert_body_, "INSERT INTO bodies VALUES(?, ?)");
-                piece.add((it.outcome << piece_bits) + std::int64_t(n));
-                piece.blob(body.data() + at_byte, std::min(piece_size, body.size() - at_byte));
-                piece.step("write");
-            }
-        }
+        for (const auto& it : outcomes) write_outcome(it, at);
         execute("COMMIT");
     });
     if (failure && db_ && !::sqlite3_get_autocommit(db_))
         ::sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
     return failure;
+}
+
+void JournalFile::write_outcome(const JournalOutcome& it, std::int64_t at) {
+    const auto& response = *it.response;
+    const auto& timing = response.timing;
+    const auto& body = response.body;
+    auto& insert =
+        prepare(insert_outcome_, "INSERT INTO outcomes VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, "
+                                 "?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)");
+    insert.add(it.outcome).add(it.item).add(session_).add(at);
+    insert.add(response.outcome ? name(*response.outcome) : std::string_view());
+    insert.add(std::int64_t(it.shared));
+    insert.add(it.source > 0 ? std::optional(it.source) : std::nullopt);
+    insert.add(std::int64_t(response.status)).add(std::int64_t(response.attempts));
+    insert.add(response.usage.prompt_tokens).add(response.usage.cached_tokens);
+    insert.add(response.usage.completion_tokens);
+    insert.add(response.expected_cached).add(response.maximum_cached);
+    insert.add(micros(timing.queued)).add(timing.first_text).add(timing.last_text);
+    insert.add(micros(timing.total)).add(std::string_view(response.detail));
+    if (it.source > 0)
+        insert.null().null().null().null();
+    else
+        insert.add(std::int64_t(body.size()))
+            .add_part(response.text, body)
+            .add_part(response.finish_reason, body)
+            .add_part(response.request_id, body);
+    insert.step("write");
+    if (it.source > 0) return;
+    for (std::size_t at_byte = 0, n = 0; at_byte < body.size(); at_byte += piece_size, ++n) {
+        auto& piece = prepare(insert_body_, "INSERT INTO bodies VALUES(?, ?)");
+        piece.add((it.outcome << piece_bits) + std::int64_t(n));
+        piece.blob(body.data() + at_byte, std::min(piece_size, body.size() - at_byte));
+        piece.step("write");
+    }
 }
 
 std::string JournalFile::body_of(std::int64_t outcome, std::int64_t size) {
@@ -624,29 +639,9 @@ Failure JournalFile::summary(JournalSummary& summary,
                              const std::function<void(const JournalItem&)>& on_item) {
     summary = {};
     return guarded("read", [&] {
-        Statement runs(*this,
-                       "SELECT id, suite, config, server_version, (SELECT count(*) FROM runs) "
-                       "FROM runs ORDER BY id DESC LIMIT 1");
-        if (!runs.step("read")) return;
-        const auto run = runs.integer(0);
-        summary.suite = std::string(runs.text(1));
-        summary.config = from_json(runs.text(2));
-        summary.server_version = std::string(runs.text(3));
-        summary.runs = runs.integer(4);
-        Statement count(*this, "SELECT count(*) FROM sessions WHERE run = ?");
-        count.add(run).step("read");
-        summary.sessions = count.integer(0);
-        // The time of a session's last outcome, after its start.
-        Statement walls(*this,
-                        "SELECT sum(last) FROM (SELECT max(o.at) AS last FROM outcomes o JOIN "
-                        "sessions s ON s.id = o.session WHERE s.run = ? GROUP BY o.session)");
-        walls.add(run).step("read");
-        summary.wall_seconds = double(walls.integer(0)) / 1000;
-        if (std::ifstream lock(path_ + ".lock"); lock) {
-            std::int64_t pid = 0;
-            if (lock >> pid && pid > 0 && (::kill(pid_t(pid), 0) == 0 || errno == EPERM))
-                summary.pid = pid;
-        }
+        const auto run = read_summary(summary);
+        if (run == 0) return;
+        const auto gone = retired(run);
         std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
         Statement outcomes(*this, "SELECT id, item, failure FROM outcomes");
         while (outcomes.step("read")) {
@@ -660,6 +655,11 @@ Failure JournalFile::summary(JournalSummary& summary,
         Statement items(*this, "SELECT id, name FROM items WHERE run = ?");
         items.add(run);
         while (items.step("read")) {
+            const auto id = std::size_t(items.integer(0));
+            if (id < gone.size() && gone[id]) {
+                ++summary.earlier;
+                continue;
+            }
             JournalItem item;
             item.name = std::string(items.text(1));
             if (const auto it = latest.find(items.integer(0)); it != latest.end()) {
@@ -670,6 +670,270 @@ Failure JournalFile::summary(JournalSummary& summary,
             on_item(item);
         }
     });
+}
+
+// The latest run's id; 0: there is none.
+std::int64_t JournalFile::read_summary(JournalSummary& summary) {
+    Statement runs(*this, "SELECT id, suite, config, server_version, (SELECT count(*) FROM runs) "
+                          "FROM runs ORDER BY id DESC LIMIT 1");
+    if (!runs.step("read")) return 0;
+    const auto run = runs.integer(0);
+    summary.suite = std::string(runs.text(1));
+    summary.config = from_json(runs.text(2));
+    summary.server_version = std::string(runs.text(3));
+    summary.runs = runs.integer(4);
+    Statement count(*this, "SELECT count(*) FROM sessions WHERE run = ?");
+    count.add(run).step("read");
+    summary.sessions = count.integer(0);
+    // The time of a session's last outcome, after its start.
+    Statement walls(*this, "SELECT sum(last) FROM (SELECT max(o.at) AS last FROM outcomes o JOIN "
+                           "sessions s ON s.id = o.session WHERE s.run = ? GROUP BY o.session)");
+    walls.add(run).step("read");
+    summary.wall_seconds = double(walls.integer(0)) / 1000;
+    if (std::ifstream lock(path_ + ".lock"); lock) {
+        std::int64_t pid = 0;
+        if (lock >> pid && pid > 0 && (::kill(pid_t(pid), 0) == 0 || errno == EPERM))
+            summary.pid = pid;
+    }
+    return run;
+}
+
+// A session's mark is the item 0.
+Failure JournalFile::retire(const std::vector<std::int64_t>& items) {
+    auto failure = guarded("write", [&] {
+        Statement there(*this, "SELECT 1 FROM sqlite_master WHERE name = 'retired'");
+        const bool made = there.step("read");
+        there.reset();
+        if (items.empty() && !made) return;
+        execute("BEGIN IMMEDIATE");
+        execute("CREATE TABLE IF NOT EXISTS retired(session INTEGER, item INTEGER)");
+        Statement insert(*this, "INSERT INTO retired VALUES(?, ?)");
+        insert.add(session_).add(std::int64_t(0)).step("write");
+        for (const auto item : items) insert.reset().add(session_).add(item).step("write");
+        execute("COMMIT");
+    });
+    if (failure && db_ && !::sqlite3_get_autocommit(db_))
+        ::sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
+    return failure;
+}
+
+std::vector<bool> JournalFile::retired(std::int64_t run) {
+    std::vector<bool> list;
+    Statement there(*this, "SELECT 1 FROM sqlite_master WHERE name = 'retired'");
+    if (!there.step("read")) return list;
+    Statement items(*this,
+                    "SELECT item FROM retired WHERE item > 0 AND session = (SELECT "
+                    "max(session) FROM retired JOIN sessions ON id = session WHERE run = ?)");
+    items.add(run);
+    while (items.step("read")) {
+        const auto item = std::size_t(items.integer(0));
+        if (list.size() <= item) list.resize(item + 1);
+        list[item] = true;
+    }
+    return list;
+}
+
+// Where nothing can be written beside the file, SQLite cannot make what it reads a WAL with.
+void JournalFile::connect_to_read() {
+    const auto begin = [this] {
+        execute("BEGIN"); // all reads see one moment
+        Statement(*this, "SELECT count(*) FROM runs").step("read");
+    };
+    std::error_code none;
+    const auto wal = std::filesystem::file_size(path_ + "-wal", none);
+    const bool pending = !none && wal > 0;
+    auto folder = std::filesystem::path(path_).parent_path();
+    if (folder.empty()) folder = ".";
+    if (::access(folder.c_str(), W_OK) == 0 || ::access((path_ + "-shm").c_str(), F_OK) == 0) {
+        try {
+            connect(SQLITE_OPEN_READONLY);
+            return begin();
+        } catch (const Trouble& trouble) {
+            if (trouble.failure.code != JournalErrc::unwritable) throw;
+            ::sqlite3_close(db_);
+            db_ = nullptr;
+        }
+    }
+    auto target = path_;
+    std::string copied;
+    if (pending) { // somebody's last answers are there: with them, in a place of our own
+        copied = (std::filesystem::temp_directory_path(none) / "evalrt-XXXXXX").string();
+        if (::mkdtemp(copied.data())) {
+            target = copied + "/journal";
+            for (const auto* end : {"", "-wal"})
+                if (!none) std::filesystem::copy_file(path_ + end, target + end, none);
+        } else {
+            none = std::error_code(errno, std::generic_category());
+        }
+        if (none) {
+            std::error_code ignored;
+            if (target != path_) std::filesystem::remove_all(copied, ignored);
+            throw Trouble{{JournalErrc::unwritable,
+                           fmt::format("the journal {} is in a folder that cannot be written, and "
+                                       "cannot be copied ({}): copy it and its -wal to another one",
+                                       path_, none.message())}};
+        }
+    }
+    std::string uri = "file:";
+    for (const char c : target)
+        uri +=
+            c == '?' || c == '#' || c == '%' ? fmt::format("%{:02x}", int(c)) : std::string(1, c);
+    const auto away = [&] {
+        std::error_code ignored;
+        if (!copied.empty()) std::filesystem::remove_all(copied, ignored); // stays open
+    };
+    try {
+        if (pending)
+            connect(SQLITE_OPEN_READWRITE, target);
+        else
+            connect(SQLITE_OPEN_READONLY | SQLITE_OPEN_URI, uri + "?immutable=1");
+        begin();
+    } catch (...) {
+        away();
+        throw;
+    }
+    away();
+}
+
+// Shards of one run differ in what part they are, and perhaps in whom they asked.
+Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
+    const auto refuse = [&](const std::string& why) {
+        throw Trouble{{JournalErrc::changed,
+                       fmt::format("{} and the journals before it are not of one run: {}",
+                                   shard.path_, why)}};
+    };
+    auto failure = guarded("write", [&] {
+        JournalSummary summary;
+        const auto run = shard.read_summary(summary);
+        if (run == 0)
+            throw Trouble{{JournalErrc::foreign, fmt::format("{} has no run in it", shard.path_)}};
+        JournalFields config;
+        std::string url, part;
+        for (const auto& [key, value] : summary.config) {
+            if (key == "shard")
+                part = value;
+            else if (key == "url")
+                url = value;
+            else
+                config.emplace_back(key, value);
+        }
+        const auto of = [](const std::string& text) {
+            return text.substr(std::min(text.find('/'), text.size()));
+        };
+        const auto whole = [&] {
+            auto all = config;
+            all.emplace_back("url", urls_);
+            return to_json(all);
+        };
+        if (run_ == 0) {
+            suite_ = summary.suite;
+            config_ = config;
+            urls_ = url;
+            Statement who(shard, "SELECT identity FROM runs WHERE id = ?");
+            who.add(run).step("read");
+            execute("BEGIN IMMEDIATE");
+            Statement insert(*this, "INSERT INTO runs(suite, identity, config, server_version) "
+                                    "VALUES(?, ?, ?, ?)");
+            const auto all = whole();
+            insert.add(std::string_view(suite_)).add(who.text(0));
+            insert.add(std::string_view(all)).add(std::string_view(summary.server_version));
+            insert.step("write");
+            run_ = ::sqlite3_last_insert_rowid(db_);
+            Statement session(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, 0, ?)");
+            session.add(run_).add(unix_ms()).step("write");
+            session_ = ::sqlite3_last_insert_rowid(db_);
+            execute("COMMIT");
+        } else {
+            if (summary.suite != suite_)
+                refuse(fmt::format("the suite is \"{}\", not \"{}\"", summary.suite, suite_));
+            if (const auto text = journal_difference(config_, config); !text.empty()) refuse(text);
+            if (of(part) != of(shards_.front()))
+                refuse(fmt::format("it is the part \"{}\", the first one is \"{}\"", part,
+                                   shards_.front()));
+        }
+        shards_.push_back(part);
+        if (url != urls_ && (" " + urls_ + " ").find(" " + url + " ") == std::string::npos) {
+            urls_ += " " + url;
+            const auto all = whole();
+            Statement update(*this, "UPDATE runs SET config = ?");
+            update.add(std::string_view(all)).step("write");
+        }
+
+        std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
+        Statement outcomes(shard, "SELECT id, item, failure FROM outcomes");
+        while (outcomes.step("read")) {
+            auto& [outcome, answered] = latest[outcomes.integer(1)];
+            if (answered) continue;
+            outcome = outcomes.integer(0);
+            answered = outcomes.is_null(2);
+        }
+        const auto gone = shard.retired(run);
+        execute("BEGIN IMMEDIATE");
+        Statement items(shard, "SELECT id, key, occurrence, name FROM items WHERE run = ?");
+        Statement how(shard, "SELECT at, shared FROM outcomes WHERE id = ?");
+        items.add(run);
+        while (items.step("read")) {
+            const auto id = items.integer(0);
+            if (std::size_t(id) < gone.size() && gone[std::size_t(id)]) continue;
+            JournalKey key;
+            const auto bytes = items.text(1);
+            if (bytes.size() != sizeof key) shard.trouble(SQLITE_CORRUPT, "read");
+            std::memcpy(&key, bytes.data(), sizeof key);
+            const auto found = latest.find(id);
+            const std::string name(items.text(3));
+            const auto label = name.empty() ? fmt::format("{:x}{:x}", key.high, key.low) : name;
+            auto& ours = merged_[label];
+            if (ours.item == 0) {
+                ours.item = ++result.items;
+                // Equal requests of two shards are two occurrences.
+                const auto occurrence = occurrences_[{key.high, key.low}]++;
+                auto& insert = prepare(insert_item_, "INSERT INTO items VALUES(?, ?, ?, ?, ?)");
+                insert.add(ours.item).add(run_).blob(&key, sizeof key);
+                insert.add(std::int64_t(occurrence)).add(std::string_view(name)).step("write");
+                ++result.not_run;
+            }
+            if (found == latest.end()) continue;
+            const bool answered = found->second.second;
+            Response response;
+            std::int64_t holder = 0;
+            if (const auto trouble = shard.read(found->second.first, response, holder))
+                throw Trouble{trouble};
+            if (ours.answered && answered) {
+                Response first;
+                if (const auto trouble = read(ours.outcome, first, holder)) throw Trouble{trouble};
+                if (answer_part(first) != answer_part(response))
+                    throw Trouble{{JournalErrc::changed,
+                                   fmt::format("{} answers the item {} otherwise than a journal "
+                                               "before it",
+                                               shard.path_, label)}};
+                continue;
+            }
+            if (ours.answered || (ours.outcome > 0 && !answered)) continue;
+            // An answer after a failure stands in its place.
+            --(ours.outcome > 0 ? result.failed : result.not_run);
+            answered ? ++result.answered : ++result.failed;
+            ours.answered = answered;
+            ours.outcome = ++last_outcome_;
+            how.reset().add(found->second.first).step("read");
+            write_outcome({ours.outcome, ours.item, &response, how.integer(1) != 0, 0},
+                          how.integer(0));
+        }
+        execute("COMMIT");
+    });
+    if (failure && db_ && !::sqlite3_get_autocommit(db_))
+        ::sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
+    return failure;
+}
+
+std::vector<std::string> JournalFile::missing() const {
+    std::vector<std::string> list;
+    if (shards_.empty() || shards_.front().empty()) return list;
+    const auto of = shards_.front().substr(shards_.front().find('/'));
+    for (long i = 0, count = std::atol(of.c_str() + 1); i < count; ++i)
+        if (const auto part = std::to_string(i) + of;
+            std::find(shards_.begin(), shards_.end(), part) == shards_.end())
+            list.push_back(part);
+    return list;
 }
 
 Failure JournalFile::end() {
@@ -688,6 +952,30 @@ Failure read_journal(const std::string& path, JournalSummary& summary,
     std::unique_ptr<detail::JournalFile> file;
     if (auto failure = detail::JournalFile::open_to_read(path, file)) return failure;
     return file->summary(summary, on_item);
+}
+
+Failure merge_journals(const std::string& path, const std::vector<std::string>& shards,
+                       JournalMerge& out) {
+    out = {};
+    std::error_code none;
+    if (std::filesystem::exists(path, none))
+        return {JournalErrc::unwritable,
+                fmt::format("{} is there already: give a new file, or move it away", path)};
+    std::unique_ptr<detail::JournalFile> file;
+    auto failure = detail::JournalFile::open(path, file);
+    if (failure) return failure;
+    for (const auto& shard : shards) {
+        std::unique_ptr<detail::JournalFile> one;
+        failure = detail::JournalFile::open_to_read(shard, one);
+        if (!failure) failure = file->add(*one, out);
+        if (failure) break;
+    }
+    if (!failure) failure = file->end();
+    if (!failure) out.missing = file->missing();
+    file.reset();
+    if (failure)
+        for (const auto* end : {"", "-wal", "-shm"}) std::filesystem::remove(path + end, none);
+    return failure;
 }
 
 } // namespace evalrt

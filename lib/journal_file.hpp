@@ -5,8 +5,10 @@
 #include "evalrt/detail/journal_core.hpp"
 #include "evalrt/journal.hpp"
 
+#include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 struct sqlite3;
@@ -47,6 +49,13 @@ public:
     /// One transaction.
     Failure write(const std::vector<JournalRow>& rows, const std::vector<JournalOutcome>& outcomes);
 
+    /// From now on these are of an earlier version of the suite, and no others.
+    Failure retire(const std::vector<std::int64_t>& items);
+
+    /// Adds another file's latest run to the only one of this file, which is new.
+    Failure add(JournalFile& shard, JournalMerge& result);
+    std::vector<std::string> missing() const; ///< shards that were not added
+
     /// An outcome with its body and text; holder: whose body it is.
     Failure read(std::int64_t outcome, Response& response, std::int64_t& holder);
 
@@ -65,7 +74,11 @@ private:
     void unlock();
     void create();
     void check_header();
-    void connect(int flags);
+    void connect(int flags, const std::string& uri = {});
+    void connect_to_read();
+    void write_outcome(const JournalOutcome& it, std::int64_t at);
+    std::int64_t read_summary(JournalSummary& summary);
+    std::vector<bool> retired(std::int64_t run);
     void execute(const char* sql);
     Statement& prepare(std::unique_ptr<Statement>& slot, const char* sql);
     void read_index(const JournalOptions& options, const JournalRun& run, std::int64_t run_id,
@@ -81,6 +94,16 @@ private:
     int lock_ = -1;
     std::int64_t run_ = 0, session_ = 0; // 0: not begun
     std::int64_t started_ = 0;           // of the session, ms since 1970
+    std::string suite_, urls_;           // of the run, when shards are added
+    JournalFields config_;
+    std::vector<std::string> shards_; // their "I/N"
+    struct Merged {
+        std::int64_t item = 0, outcome = 0;
+        bool answered = false;
+    };
+    std::int64_t last_outcome_ = 0;
+    std::unordered_map<std::string, Merged> merged_; // by name
+    std::map<std::pair<std::uint64_t, std::uint64_t>, std::uint32_t> occurrences_;
     std::unique_ptr<Statement> insert_item_, insert_outcome_, insert_body_, select_outcome_,
         select_body_;
 };

@@ -10,6 +10,7 @@ bin="$ROOT/build/bench/bin"
 benchmarks=(
     "client|wrk nginx-light libcurl4-openssl-dev valgrind strace|wrk nginx|bench_client bench_server bench_curl|python3 $ROOT/tests/bench/client.py --bin $bin"
     "capi|nginx-light|nginx|bench_capi|python3 $ROOT/tests/bench/capi.py --bin $bin"
+    "dry-run|||evalrt_program|python3 $ROOT/tests/bench/dry_run.py --bin $bin"
     "journal|nginx-light|nginx|bench_journal|python3 $ROOT/tests/bench/journal.py --bin $bin"
 )
 

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <unordered_map>
@@ -32,7 +33,24 @@ Text read_all(std::FILE* file) {
     return Text(std::move(all));
 }
 
-// The whole input; a file is mapped, not read.
+// What is mapped, so that the fault of a file that is cut short meanwhile is told from others.
+constexpr std::size_t read_limit = 256 << 20; // below, a file is read
+const char* mapped_begin = nullptr;
+const char* mapped_end = nullptr;
+
+void cut_short(int, siginfo_t* info, void*) {
+    const auto* at = static_cast<const char*>(info->si_addr);
+    if (at < mapped_begin || at >= mapped_end) {
+        std::signal(SIGBUS, SIG_DFL); // the instruction is tried again
+        return;
+    }
+    constexpr std::string_view words = "evalrt: the batch file was cut short while it was being "
+                                       "run; with --journal what was answered is kept\n";
+    [[maybe_unused]] const auto n = ::write(STDERR_FILENO, words.data(), words.size());
+    ::_exit(2);
+}
+
+// The whole input; a large file is mapped, not read.
 std::string load(const std::string& path, Text& text) {
     if (path == "-") {
         text = read_all(stdin);
@@ -55,14 +73,31 @@ std::string load(const std::string& path, Text& text) {
         error = fmt::format("cannot read {}: {}", path, error_text());
     } else if (info.st_size > 0) {
         const auto size = std::size_t(info.st_size);
+        if (size < read_limit) {
+            std::string all(size, '\0');
+            std::size_t have = 0;
+            for (ssize_t n; have < size; have += std::size_t(n))
+                if ((n = ::pread(fd, all.data() + have, size - have, off_t(have))) <= 0) break;
+            all.resize(have);
+            text = Text(std::move(all));
+            ::close(fd);
+            return {};
+        }
         void* mapped = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (mapped == MAP_FAILED)
             error = fmt::format("cannot read {}: {}", path, error_text());
-        else
+        else {
+            mapped_begin = static_cast<const char*>(mapped);
+            mapped_end = mapped_begin + size;
+            struct sigaction action = {};
+            action.sa_sigaction = cut_short;
+            action.sa_flags = SA_SIGINFO;
+            ::sigaction(SIGBUS, &action, nullptr);
             text =
                 Text(std::shared_ptr<const void>(
                          mapped, [size](const void* p) { ::munmap(const_cast<void*>(p), size); }),
                      {static_cast<const char*>(mapped), size});
+        }
     }
     ::close(fd);
     return error;
@@ -132,6 +167,7 @@ Input read(const std::string& path, bool skip_invalid) {
     const auto name = path == "-" ? std::string("standard input") : path;
     std::unordered_map<std::string, std::size_t> lines; // by custom_id
     std::string_view rest = text;
+    input.bytes = rest.size();
     if (rest.starts_with("\xEF\xBB\xBF")) rest.remove_prefix(3);
     for (std::size_t number = 1; !rest.empty(); ++number) {
         const auto end = rest.find('\n');
@@ -150,6 +186,8 @@ Input read(const std::string& path, bool skip_invalid) {
             if (!skip_invalid && input.error.empty())
                 input.error = fmt::format("{}, {}", name, item.problem);
         }
+        item.number = input.items.size();
+        if (item.number % 16384 == 16383) let_go();
         input.items.push_back(std::move(item));
     }
     if (!input.error.empty()) {
@@ -165,6 +203,12 @@ Input read(const std::string& path, bool skip_invalid) {
     return input;
 }
 
+void let_go() {
+    if (mapped_begin)
+        ::madvise(const_cast<char*>(mapped_begin), std::size_t(mapped_end - mapped_begin),
+                  MADV_DONTNEED);
+}
+
 void override_member(Input& input, std::string_view key, const std::string& value) {
     const detail::Change change[] = {{key, value}};
     for (auto& item : input.items)
@@ -172,8 +216,8 @@ void override_member(Input& input, std::string_view key, const std::string& valu
             item.request.body = Text(detail::with_changes(item.request.body, change));
 }
 
-std::string output_line(const Item& item, std::size_t index, const Response& response) {
-    std::string out = fmt::format(R"({{"id": "evalrt-{}", "custom_id": {}, )", index + 1,
+std::string output_line(const Item& item, const Response& response) {
+    std::string out = fmt::format(R"({{"id": "evalrt-{}", "custom_id": {}, )", item.number + 1,
                                   json_string(item.custom_id));
     if (response.status > 0) {
         out += fmt::format(R"("response": {{"status_code": {}, "request_id": {}, "body": {}}}, )",
@@ -208,14 +252,15 @@ std::string Output::open(const std::string& path, std::size_t count, bool journa
     out.reset(new Output);
     out->places_.resize(count);
     if (path.empty() || path == "-") {
+        if ((::fcntl(STDOUT_FILENO, F_GETFL) & O_ACCMODE) == O_RDONLY)
+            return "standard output is closed; give -o a file";
         out->file_ = std::tmpfile();
         if (!out->file_) return fmt::format("cannot make a temporary file: {}", error_text());
         return {};
     }
     struct stat info;
     const bool there = ::stat(path.c_str(), &info) == 0;
-    if (there && S_ISDIR(info.st_mode))
-        return fmt::format("{} is a folder; give -o a file", path);
+    if (there && S_ISDIR(info.st_mode)) return fmt::format("{} is a folder; give -o a file", path);
     out->path_ = path;
     if (there && !S_ISREG(info.st_mode)) { // /dev/null, a pipe: written to, never replaced
         out->replaces_ = false;

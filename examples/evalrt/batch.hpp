@@ -14,24 +14,29 @@ namespace evalrt::batch {
 struct Item {
     std::string custom_id;
     Request request;
-    std::string problem; ///< not empty: the line is no request, and why
+    std::string problem;    ///< not empty: the line is no request, and why
+    std::size_t number = 0; ///< place among the items of the whole file, from 0
 };
 
 struct Input {
     std::vector<Item> items;
     std::string error; ///< not empty: the file cannot be used, and why; names the line
     std::size_t problems = 0;
+    std::uint64_t bytes = 0; ///< of the file
 };
 
 /// Reads a file, or standard input for "-". The bodies stay where the file is mapped. A file with
 /// a line that is no request is an error, unless `skip_invalid`.
 Input read(const std::string& path, bool skip_invalid);
 
+/// Memory that a mapped file's pages have taken goes back; they are read again when looked at.
+void let_go();
+
 /// Sets top-level members of every body; `value` is JSON text.
 void override_member(Input& input, std::string_view key, const std::string& value);
 
 /// One line of the output, without its end.
-std::string output_line(const Item& item, std::size_t index, const Response& response);
+std::string output_line(const Item& item, const Response& response);
 
 /// The output of a run: grows as OUT.part in the order of completion, and becomes OUT in the order
 /// of the input once the run has ended.

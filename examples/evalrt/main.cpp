@@ -3,6 +3,8 @@
 #include "batch.hpp"
 #include "bfcl.hpp"
 #include "gateway.hpp"
+#include "merge.hpp"
+#include "plan.hpp"
 #include "report.hpp"
 #include "suite.hpp"
 
@@ -15,6 +17,11 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <system_error>
+#include <unordered_set>
+
+#include <fcntl.h>
+#include <unistd.h>
 
 namespace evalrt::program {
 namespace {
@@ -32,6 +39,8 @@ struct Options {
     bool backend_given = false;
     std::optional<std::int64_t> limit, max_tokens;
     std::optional<double> temperature;
+    std::string shard;
+    std::optional<detail::ShardChoice> part; ///< of it
 };
 
 // What every command takes.
@@ -99,6 +108,19 @@ void add_common(CLI::App& command, Options& options) {
     command.add_flag("--quiet", options.common.quiet, "No progress, only errors");
 }
 
+void add_shard(CLI::App& command, Options& options) {
+    command.add_option("--shard", options.shard,
+                       "Run only the I-th of N parts of the suite: I/N (from 0), or auto[/N] under "
+                       "Slurm (arrays), Kubernetes (indexed jobs) or mpirun");
+}
+
+// {shard} in a file's name is the part's number: one command for all of them.
+void name_shard(std::string& path, const detail::ShardChoice& part) {
+    constexpr std::string_view word = "{shard}";
+    for (auto at = path.find(word); at != path.npos; at = path.find(word))
+        path.replace(at, word.size(), std::to_string(part.index));
+}
+
 // Nothing: fine. Otherwise what is wrong.
 std::string settle(Options& options) {
     auto& runtime = options.common.runtime;
@@ -111,6 +133,21 @@ std::string settle(Options& options) {
         runtime.max_in_flight = unsigned(n);
     }
     runtime.order = options.order == "fifo" ? Order::fifo : Order::planned;
+    if (!options.shard.empty()) {
+        std::string error;
+        options.part = detail::read_shard(
+            options.shard,
+            [](const char* name) -> std::optional<std::string> {
+                const char* value = std::getenv(name);
+                return value ? std::optional<std::string>(value) : std::nullopt;
+            },
+            error);
+        if (!options.part) return error;
+        for (auto* path : {&runtime.journal.path, &options.common.json})
+            name_shard(*path, *options.part);
+        runtime.journal.settings.emplace_back(
+            "shard", fmt::format("{}/{}", options.part->index, options.part->count));
+    }
     if (options.timeout < 0) return "--timeout is below zero";
     if (!(options.timeout < 1e9)) return "--timeout is no number of seconds";
     if (options.temperature && !std::isfinite(*options.temperature))
@@ -169,8 +206,61 @@ bool same_file(const std::string& a, const std::string& b) {
                std::filesystem::weakly_canonical(std::filesystem::absolute(b, none), none);
 }
 
-int run(Options& options, const std::string& path, const std::string& out, bool skip_invalid) {
+// Leaves the part that --shard names.
+void keep_shard(batch::Input& input, const Options& options) {
+    const auto made = plan(
+        input.items.size(),
+        [&](std::size_t i) -> const Request* {
+            const auto& item = input.items[i];
+            return item.problem.empty() ? &item.request : nullptr;
+        },
+        options.common.runtime);
+    const detail::Shards shards(made.items, options.part->count);
+    say(shard_line(made, shards, options.part->index));
+    std::vector<bool> ours(input.items.size());
+    for (const auto i : shard_places(made, shards, options.part->index)) ours[i] = true;
+    // What is no request is reported once.
+    for (std::size_t i = 0; i < ours.size() && options.part->index == 0; ++i)
+        if (!input.items[i].problem.empty()) ours[i] = true;
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < ours.size(); ++i)
+        if (ours[i]) {
+            if (kept != i) input.items[kept] = std::move(input.items[i]);
+            ++kept;
+        }
+    input.items.resize(kept);
+}
+
+int dry_run(const batch::Input& input, const Options& options, Clock::time_point started) {
+    const auto made = plan(
+        input.items.size(),
+        [&](std::size_t i) -> const Request* {
+            if (i % 16384 == 16383) batch::let_go();
+            const auto& item = input.items[i];
+            return item.problem.empty() ? &item.request : nullptr;
+        },
+        options.common.runtime);
+    DryRun run;
+    run.requests = input.items.size();
+    run.skipped = input.problems;
+    run.input_bytes = input.bytes;
+    run.shards = options.part ? options.part->count : 1;
+    const detail::Shards shards(made.items, run.shards);
+    run.seconds = std::chrono::duration<double>(Clock::now() - started).count();
+    fmt::print("{}", dry_run_text(made, shards, run));
+    if (options.common.json.empty()) return exit_answered;
+    std::ofstream file(options.common.json);
+    file << dry_run_json(made, shards, run) << '\n';
+    if (file.flush()) return exit_answered;
+    say(fmt::format("the plan cannot be written to {}", options.common.json));
+    return exit_unwritable;
+}
+
+int run(Options& options, const std::string& path, std::string out, bool skip_invalid,
+        bool only_plan) {
+    const auto started = Clock::now();
     if (auto error = settle(options); !error.empty()) return fail(error);
+    if (options.part) name_shard(out, *options.part);
     const auto& kept = options.common.runtime.journal.path;
     if (out != "-" && same_file(out, path))
         return fail(fmt::format("-o {} is the batch file itself: give another file", out));
@@ -191,6 +281,11 @@ int run(Options& options, const std::string& path, const std::string& out, bool 
                         *options.temperature));
         batch::override_member(input, "temperature", fmt::format("{}", *options.temperature));
     }
+    if (only_plan) return dry_run(input, options, started);
+    if (options.part) {
+        keep_shard(input, options);
+        if (input.items.empty() && out.empty()) return exit_answered;
+    }
     auto& journal = options.common.runtime.journal;
     std::error_code none;
     if (!journal.path.empty())
@@ -210,7 +305,7 @@ int run(Options& options, const std::string& path, const std::string& out, bool 
     bool any = false;
     suite.on_result = [&](std::size_t index, const Response& response) {
         any = true;
-        return output->add(index, batch::output_line(input.items[index], index, response));
+        return output->add(index, batch::output_line(input.items[index], response));
     };
     suite.on_end = [&](bool whole) { return output->finish(whole); };
     const int code = run_suite(std::move(suite), options.common);
@@ -225,8 +320,13 @@ struct BfclOptions {
     std::string result_dir = "result";
 };
 
-int run_bfcl(Options& options, const BfclOptions& asked) {
+int run_bfcl(Options& options, BfclOptions asked) {
     if (auto error = settle(options); !error.empty()) return fail(error);
+    if (options.part) { // two must not write one file
+        if (asked.result_dir.find("{shard}") == std::string::npos)
+            asked.result_dir += "/shard-{shard}";
+        name_shard(asked.result_dir, *options.part);
+    }
     auto& runtime = options.common.runtime;
     const auto categories = bfcl::categories(asked.categories);
     if (!categories) return fail(categories.error().detail);
@@ -254,6 +354,7 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
     struct Origin {
         bfcl::Item item;
         std::size_t file;
+        bool open; // not answered yet
     };
     std::vector<Origin> origins;
     Suite suite;
@@ -270,11 +371,14 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
                 std::min(items->size(), std::size_t(std::max<std::int64_t>(*options.limit, 0))));
         const auto all = items->size();
         // A journal knows better: it knows what was asked, and with which settings.
-        auto rest = journalled ? std::move(*items) : bfcl::unanswered(std::move(*items), file.rows);
+        auto rest = journalled ? *items : bfcl::unanswered(*items, file.rows);
         if (rest.size() < all)
             say(fmt::format("{}: {} of {} are answered already in {}", category, all - rest.size(),
                             all, file.path.string()));
-        for (auto& item : rest) {
+        // Shards are cut from the whole, whatever is answered already.
+        std::unordered_set<std::string> waiting;
+        for (const auto& item : rest) waiting.insert(item.id);
+        for (auto& item : options.part ? *items : rest) {
             Job job;
             job.id = item.id;
             if (auto body = bfcl::body(item, body_options))
@@ -282,9 +386,29 @@ int run_bfcl(Options& options, const BfclOptions& asked) {
             else
                 job.problem = body.error().detail;
             suite.jobs.push_back(std::move(job));
-            origins.push_back({std::move(item), files.size()});
+            const bool open = waiting.contains(item.id);
+            origins.push_back({std::move(item), files.size(), open});
         }
         files.push_back(std::move(file));
+    }
+    if (options.part) {
+        const auto made = plan(
+            suite.jobs.size(),
+            [&](std::size_t i) -> const Request* {
+                return suite.jobs[i].problem.empty() ? &suite.jobs[i].request : nullptr;
+            },
+            runtime);
+        const detail::Shards shards(made.items, options.part->count);
+        say(shard_line(made, shards, options.part->index));
+        std::vector<Job> jobs;
+        std::vector<Origin> kept;
+        for (const auto i : shard_places(made, shards, options.part->index)) {
+            if (!origins[i].open) continue;
+            jobs.push_back(std::move(suite.jobs[i]));
+            kept.push_back(std::move(origins[i]));
+        }
+        suite.jobs = std::move(jobs);
+        origins = std::move(kept);
     }
     if (suite.jobs.empty()) {
         say("everything is answered already");
@@ -356,6 +480,10 @@ int main(int argc, char** argv) {
                            "Override the bodies' temperature");
     run_command.add_flag("--skip-invalid", skip_invalid,
                          "Run the valid lines and report the others as failed");
+    bool only_plan = false;
+    run_command.add_flag("--dry-run", only_plan,
+                         "Plan and print what the run would cost; ask nothing");
+    add_shard(run_command, options);
     add_common(run_command, options);
 
     BfclOptions asked;
@@ -375,6 +503,7 @@ int main(int argc, char** argv) {
                             "Answer length (default: none is sent, as bfcl_eval does)");
     bfcl_command.add_option("--temperature", options.temperature,
                             "Default: 0.001, as bfcl_eval sends");
+    add_shard(bfcl_command, options);
     add_common(bfcl_command, options);
 
     GatewayCommand gateway;
@@ -398,6 +527,15 @@ int main(int argc, char** argv) {
     report_command.add_option("RUN", runs, "A journal or a run summary (repeatable)")->required();
     report_command.add_flag("--json", report_json, "Print JSON");
 
+    std::string merged, merge_suite;
+    std::vector<std::string> shards;
+    auto& merge_command = *app.add_subcommand(
+        "merge", "Join the shards of one run: journals, outputs or BFCL result files");
+    merge_command.add_option("OUT", merged, "File to write")->required();
+    merge_command.add_option("SHARD", shards, "What the shards have left (repeatable)")->required();
+    merge_command.add_option("--suite", merge_suite,
+                             "The batch file, for outputs: tells what is missing at the end");
+
     auto& backends_command =
         *app.add_subcommand("backends", "List the model servers that evalrt knows");
     BackendsOptions listed;
@@ -409,13 +547,14 @@ int main(int argc, char** argv) {
                                 "File with the key (default: the variable OPENAI_API_KEY)");
 
     if (argc < 2) {
-        say("give a command: run, bfcl, gateway, report or backends (evalrt --help says more)");
+        say("give a command: run, bfcl, gateway, report, merge or backends (evalrt --help says "
+            "more)");
         return exit_usage;
     }
     const auto known = app.get_subcommands([&](CLI::App* it) { return it->get_name() == argv[1]; });
     if (argv[1][0] != '-' && known.empty()) {
-        say(fmt::format("unknown command '{}'; known are run, bfcl, gateway, report and "
-                        "backends",
+        say(fmt::format("unknown command '{}'; known are run, bfcl, gateway, report, merge "
+                        "and backends",
                         argv[1]));
         return exit_usage;
     }
@@ -437,6 +576,7 @@ int main(int argc, char** argv) {
                         argv[1][0] != '-' ? argv[1] + std::string(" ") : ""));
         return exit_usage;
     }
+    if (merge_command.parsed()) return merge(merged, shards, merge_suite);
     if (report_command.parsed()) return report(runs, report_json);
     if (backends_command.parsed()) {
         options.common.runtime.url = listed.probe;
@@ -444,7 +584,7 @@ int main(int argc, char** argv) {
         listed.api_key = options.common.runtime.api_key;
         return backends(listed);
     }
-    hint(options);
+    if (!only_plan) hint(options);
     if (gateway_command.parsed()) {
         if (auto error = settle(options); !error.empty()) return fail(error);
         if (options.common.parity > 0)
@@ -454,10 +594,27 @@ int main(int argc, char** argv) {
         return run_gateway(gateway, options.common);
     }
     if (bfcl_command.parsed()) return run_bfcl(options, asked);
-    return run(options, file, out, skip_invalid);
+    return run(options, file, out, skip_invalid, only_plan);
 }
 
 } // namespace
 } // namespace evalrt::program
 
-int main(int argc, char** argv) { return evalrt::program::main(argc, argv); }
+int main(int argc, char** argv) {
+    using namespace evalrt::program;
+    // A closed one must not be the next file that is opened; it fails when it is used.
+    for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+        if (::fcntl(fd, F_GETFD) == -1)
+            if (::open("/dev/null", fd == STDOUT_FILENO ? O_RDONLY : O_RDWR) != fd)
+                return exit_usage;
+    int code = exit_unwritable;
+    bool written = false;
+    try {
+        code = evalrt::program::main(argc, argv);
+        written = std::fflush(stdout) == 0 && !std::ferror(stdout);
+    } catch (const std::system_error&) { // of a print
+    }
+    if (written || (code != exit_answered && code != exit_failed)) return code;
+    say("standard output cannot be written");
+    return exit_unwritable;
+}

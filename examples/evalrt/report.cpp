@@ -51,6 +51,7 @@ Failure read(const std::string& path, json::object& out) {
         {"config", config},
         {"runs", summary.runs},
         {"sessions", summary.sessions},
+        {"earlier", summary.earlier},
         {"pid", summary.pid ? json::value(*summary.pid) : nullptr},
     };
     return {};
@@ -114,6 +115,9 @@ void print(std::string_view title, const json::object& run) {
                        ? fmt::format("; the process {} writes to it", number(*journal, "pid"))
                        : "");
     }
+    if (const auto* journal = part(run, "journal"); journal && number(*journal, "earlier") > 0)
+        fmt::print("  {} items of earlier versions of the suite are left out\n",
+                   number(*journal, "earlier"));
     fmt::print("  {}\n", coverage(run));
     if (number(run, "from_journal") > 0)
         fmt::print("  from the journal: {}\n", number(run, "from_journal"));

@@ -1,5 +1,7 @@
 #include "suite.hpp"
 
+#include "plan.hpp"
+
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
 #include <boost/asio/bind_cancellation_slot.hpp>
@@ -165,6 +167,7 @@ private:
                 if (open_ == 0 || stopping_) changed_.cancel();
             });
         }
+        if (auto* journal = runtime_->journal()) journal->suite_asked();
         auto next_line = Clock::now() + std::chrono::seconds(terminal_ ? 0 : 5);
         while (open_ > 0 && !stopping_) {
             changed_.expires_after(std::chrono::milliseconds(terminal_ ? 200 : 1000));
@@ -328,14 +331,10 @@ private:
     static std::string client_cost() {
         rusage used{};
         ::getrusage(RUSAGE_SELF, &used);
+        const double megabytes = megabytes_used();
         const auto cpu = [](const timeval& t) {
             return double(t.tv_sec) + double(t.tv_usec) / 1e6;
         };
-#ifdef __APPLE__
-        const double megabytes = double(used.ru_maxrss) / 1e6; // bytes there
-#else
-        const double megabytes = double(used.ru_maxrss) / 1e3; // kilobytes here
-#endif
         return fmt::format("the client used {:.2f} s of CPU and {:.0f} MB",
                            cpu(used.ru_utime) + cpu(used.ru_stime), megabytes);
     }

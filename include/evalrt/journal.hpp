@@ -115,6 +115,10 @@ public:
     /// Whether all of these, asked in this order, would be served.
     bool holds(const std::vector<const Request*>& requests) const;
 
+    /// The whole suite has been asked: what the resumed run has besides is of an earlier version of
+    /// it, and no item of the run any more. It stays in the file, should it come back.
+    void suite_asked();
+
     /// Counts occurrences from the beginning again: a caller that asks for the second time what it
     /// has asked already is served.
     void rewind();
@@ -144,7 +148,8 @@ struct JournalSummary {
     std::string suite, server_version;
     std::int64_t runs = 0, sessions = 0; ///< runs in the file; starts of the latest one
     double wall_seconds = 0;             ///< of all sessions, to their last outcome
-    std::optional<std::int64_t> pid;     ///< of the process that writes to it at this moment
+    std::int64_t earlier = 0;        ///< items of earlier versions of the suite, which are left out
+    std::optional<std::int64_t> pid; ///< of the process that writes to it at this moment
 };
 struct JournalItem {
     std::string name;
@@ -155,6 +160,22 @@ struct JournalItem {
 /// item, in the order in which they were first asked.
 Failure read_journal(const std::string& path, JournalSummary& summary,
                      const std::function<void(const JournalItem&)>& on_item);
+
+/// What joining journals came to.
+struct JournalMerge {
+    std::int64_t items = 0, answered = 0, failed = 0, not_run = 0;
+    std::vector<std::string> missing; ///< shards of the run that none of the journals is of: "2/4"
+};
+
+/// Joins the latest runs of several journals, the shards of one run, in a new file. An item that is
+/// in several of them is answered where one has it answered. While somebody writes to one of them,
+/// what it has so far is taken. If the shards asked the same address, the whole run goes on with
+/// the new file.
+///
+/// Errors     changed: they are not of one run, or answer an item differently; unwritable: the
+///            file is there already, or cannot be written; foreign, corrupt. Nothing is left then.
+Failure merge_journals(const std::string& path, const std::vector<std::string>& shards,
+                       JournalMerge& out);
 
 /// What changes when a model in a local folder or file does: a hash of the names, sizes and times
 /// of its files. Empty: `model` is no path.

@@ -335,6 +335,69 @@ class Report(Base):
         self.assertIn("answered 1 of 2", out)
         self.assertNotIn("writes to it", out)
 
+    def test_what_an_earlier_version_of_the_suite_had_is_no_item_of_the_run(self):
+        suite = self.suite(*(line(f"q{i}", f"{i}") for i in range(6)))
+        self.assertEqual(self.run_suite(suite)[0], 0)
+        self.suite(*(line(f"q{i}", f"{i}" if i else "another") for i in range(4)))
+        self.asked()
+        self.assertEqual(self.run_suite(suite)[0], 0)
+        self.assertEqual(self.asked(), ["another"])
+        out = self.report("j")
+        self.assertIn("answered 4 of 4 (100.0 %)", out)
+        self.assertIn("3 items of earlier versions of the suite are left out", out)
+        self.assertEqual(json.loads(self.report("j", "--json"))["journal"]["earlier"], 3)
+        # They are kept: back in the suite, nothing is asked.
+        self.suite(*(line(f"q{i}", f"{i}") for i in range(6)))
+        self.assertEqual(self.run_suite(suite)[0], 0)
+        self.assertEqual(self.asked(), [])
+        self.assertIn("answered 6 of 6 (100.0 %)", self.report("j"))
+
+    def remount_read_only(self, folder):
+        """As soon as nobody has a file there open to write any more."""
+        deadline = time.monotonic() + 20
+        while subprocess.run(["mount", "-o", "remount,ro", folder], stderr=subprocess.DEVNULL).returncode:
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.1)
+
+    def test_a_journal_that_cannot_be_written_beside(self):
+        folder = self.dir / "kept"
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder]).returncode:
+            self.skipTest("cannot mount a tmpfs")
+        self.addCleanup(subprocess.run, ["umount", "-l", folder])
+        suite = self.suite(line("quick", "x"), line("slow", "sleep 20"))
+        process = self.start("run", suite, "-o", "o", *self.own(), "--journal", folder / "j")
+        deadline = time.monotonic() + 30
+        while not self.answered_in("o.part") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()  # its last answers are beside the file
+        process.communicate(timeout=20)
+        self.assertGreater((folder / "j-wal").stat().st_size, 0)
+        self.remount_read_only(folder)
+        self.assertIn("answered 1 of 2", self.report(folder / "j", code=1))
+        (self.dir / "j%1").write_bytes((folder / "j").read_bytes())
+        subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+        self.suite(line("quick", "x"))
+        self.assertEqual(self.run_program("run", suite, "-o", "o", *self.own(), "--journal",
+                                          folder / "j")[0], 0)
+        for end in ("-wal", "-shm"):
+            (folder / f"j{end}").unlink(missing_ok=True)
+        (folder / "j").rename(folder / "j%1 ?")
+        self.remount_read_only(folder)
+        self.assertIn("answered 1 of 1", self.report(folder / "j%1 ?"))
+
+    def test_standard_output_that_is_closed(self):
+        suite = self.suite(line("quick", "x"))
+        self.assertEqual(self.run_suite(suite)[0], 0)
+        self.asked()
+        for args, code in ((("report", "j"), 4), (("backends",), 4),
+                           (("run", suite, *self.own()), 2)):
+            got = subprocess.run(["sh", "-c", '"$@" >&-', "sh", EVALRT, *map(str, args)], cwd=self.dir,
+                                 env=self.env(), capture_output=True, text=True, timeout=60)
+            self.assertEqual(got.returncode, code, got.stderr)
+            self.assertIn("standard output", got.stderr)
+        self.assertEqual(self.asked(), [])
+
     def test_what_is_neither_is_refused(self):
         (self.dir / "text").write_text("hello")
         (self.dir / "object").write_text("{}")
@@ -408,6 +471,8 @@ class Refused(Base):
         data[16384:16384 + 200] = bytes(200)
         (self.dir / "j").write_bytes(data)
         self.refused("is damaged")
+        code, _, err = self.run_suite("suite.jsonl", "--quiet")
+        self.assertEqual(len(err.splitlines()), 1, err)
 
     def test_a_second_process_is_told_who_has_it(self):
         self.suite(line("slow", "sleep 20"))

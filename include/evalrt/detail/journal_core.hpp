@@ -70,6 +70,18 @@ public:
         return judge(it == entries_.end() ? JournalEntry() : it->second.entry, occurrence);
     }
 
+    /// Items of this run that nobody has asked for this time.
+    std::vector<std::int64_t> unasked() const {
+        std::vector<std::int64_t> items;
+        for (const auto& [id, slot] : entries_) {
+            const auto first = entries_.find({id.key, 0});
+            const auto asked = first == entries_.end() ? 0 : first->second.asked;
+            if (slot.entry.item > 0 && id.occurrence >= asked) items.push_back(slot.entry.item);
+        }
+        std::sort(items.begin(), items.end());
+        return items;
+    }
+
     void rewind() {
         for (auto& [id, slot] : entries_) slot.asked = 0;
     }

@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""A run in shards, each of them killed or not, and what merging makes of it.
+
+    shards.py EVALRT_PROGRAM
+"""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import unittest
+import urllib.request
+
+from journal import Base, SERVER, free_port, line
+
+
+class Shards(Base):
+    def setUp(self):
+        super().setUp()
+        self.ports = []
+
+    def server(self, name="a"):
+        """One that runs; its own log is NAME.log."""
+        port = free_port()
+        program = self.dir / name
+        program.symlink_to(SERVER)
+        process = subprocess.Popen([sys.executable, program, "--model", self.model, "--port", str(port)],
+                                   cwd=self.dir, stderr=subprocess.DEVNULL)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        for _ in range(200):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        return process, f"http://127.0.0.1:{port}/v1"
+
+    def tearDown(self):
+        pass  # servers are ended by what is run after this
+
+    def asked_of(self, name="a"):
+        path = self.dir / f"{name}.log"
+        if not path.exists():
+            return []
+        rows = [json.loads(row) for row in path.read_text().splitlines() if row.endswith("}")]
+        return [row["body"]["messages"][-1]["content"] for row in rows
+                if row["body"].get("max_tokens") != 1]
+
+    def forget(self, name="a"):
+        (self.dir / f"{name}.log").unlink(missing_ok=True)
+
+    def groups(self, count=40, groups=4, extra=""):
+        """Prompts with a long beginning in common, in an order that is not theirs."""
+        heads = [f"{g} " + f"shared words of group {g} " * 40 for g in range(groups)]
+        return self.suite(*[line(f"item-{i}", f"{extra}{heads[i % groups]} question {i}")
+                            for i in range(count)])
+
+    def ask(self, url, suite, *more, env=None):
+        process = subprocess.run([os.environ.get("WRAPPER", "env"), self.evalrt(), "run", str(suite),
+                                  "--backend", "openai-url", "--url", url, "--no-probe", "--model", "m",
+                                  *map(str, more)], cwd=self.dir, capture_output=True, text=True,
+                                 timeout=120, env=self.env() | (env or {}))
+        return process.returncode, process.stdout, process.stderr
+
+    @staticmethod
+    def evalrt():
+        from journal import EVALRT
+        return EVALRT
+
+    def merge(self, *args):
+        process = subprocess.run([self.evalrt(), "merge", *map(str, args)], cwd=self.dir,
+                                 capture_output=True, text=True, timeout=60)
+        return process.returncode, process.stderr
+
+    def test_shards_ask_everything_once_and_merge_to_what_one_run_writes(self):
+        _, url = self.server()
+        suite = self.groups()
+        self.assertEqual(self.ask(url, suite, "-o", "whole", "--journal", "whole.journal")[0], 0)
+        whole = self.asked_of()
+        self.forget()
+        for i in range(3):
+            code, _, err = self.ask(url, suite, "-o", "o.{shard}", "--journal", "j.{shard}",
+                                    "--shard", f"{i}/3")
+            self.assertEqual(code, 0, err)
+            self.assertIn(f"shard {i} of 3", err)
+        self.assertEqual(sorted(self.asked_of()), sorted(whole))
+        code, err = self.merge("merged", "o.2", "o.0", "o.1")
+        self.assertEqual(code, 0, err)
+        self.assertEqual(self.without_times("merged"), self.without_times("whole"))
+        # The journals: the whole run goes on with them, and has nothing to ask.
+        code, err = self.merge("merged.journal", "j.0", "j.1", "j.2")
+        self.assertEqual(code, 0, err)
+        self.assertEqual(sorted(self.held("merged.journal")), sorted(self.held("whole.journal")))
+        self.forget()
+        code, _, err = self.ask(url, suite, "-o", "again", "--journal", "merged.journal")
+        self.assertEqual((code, self.asked_of()), (0, []), err)
+        self.assertEqual(self.without_times("again"), self.without_times("whole"))
+        out = subprocess.run([self.evalrt(), "report", "--json", "merged.journal"], cwd=self.dir,
+                             capture_output=True, text=True, check=True).stdout
+        self.assertEqual(json.loads(out)["answered"], 40)
+
+    def test_groups_stay_together(self):
+        _, url = self.server()
+        suite = self.groups()
+        for i in range(4):
+            self.assertEqual(self.ask(url, suite, "-o", "o.{shard}", "--shard", f"{i}/4")[0], 0)
+            self.assertEqual(len({question[0] for question in self.asked_of()}), 1)
+            self.forget()
+
+    def test_a_killed_shard_is_run_again_and_nothing_is_lost_or_asked_twice(self):
+        _, url = self.server()
+        suite = self.groups(60, extra="sleep 0.05 ")
+        args = ["--backend", "openai-url", "--url", url, "--no-probe", "--model", "m",
+                "--max-in-flight", "2", "-o", "o.{shard}", "--journal", "j.{shard}"]
+        env = self.env() | {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MIN": "1",
+                            "SLURM_ARRAY_TASK_COUNT": "2"}
+        killed = subprocess.Popen([self.evalrt(), "run", suite, *args, "--shard", "auto"],
+                                  cwd=self.dir, env=env, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while len(self.asked_of()) < 10 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        kept = self.held("j.1")
+        time.sleep(0.3)
+        self.forget()
+        self.assertEqual(self.merge("early.journal", "j.1")[0], 1)  # says what is not there
+        for i in (0, 1):
+            code, _, err = self.ask(url, suite, "-o", "o.{shard}", "--journal", "j.{shard}",
+                                    "--shard", f"{i}/2")
+            self.assertEqual(code, 0, err)
+        self.assertEqual(len(self.asked_of()), 60 - len(kept))
+        code, err = self.merge("merged", "o.0", "o.1", "--suite", suite)
+        self.assertEqual(code, 0, err)
+        self.assertEqual([row["custom_id"] for row in self.out("merged")],
+                         [f"item-{i}" for i in range(60)])
+        self.assertEqual(self.merge("merged.journal", "j.0", "j.1")[0], 0)
+
+    def test_what_is_missing_is_said_and_what_disagrees_is_refused(self):
+        _, url = self.server()
+        suite = self.groups(12)
+        for i in (0, 1):
+            self.assertEqual(self.ask(url, suite, "-o", "o.{shard}", "--journal", "j.{shard}",
+                                      "--shard", f"{i}/3")[0], 0)
+        code, err = self.merge("merged", "o.0", "o.1", "--suite", suite)
+        self.assertEqual(code, 1)
+        self.assertRegex(err, r"12 items, 8 answered, 0 failed, 4 missing")
+        code, err = self.merge("merged.journal", "j.0", "j.1")
+        self.assertEqual(code, 1)
+        self.assertIn("missing shards: 2/3", err)
+        # The same answers once more are no contradiction; other ones are.
+        self.assertEqual(self.merge("merged", "o.0", "o.0", "o.1")[0], 1)
+        (self.dir / "changed").write_text((self.dir / "o.0").read_text().replace("answer to", "no answer"))
+        code, err = self.merge("refused", "o.0", "changed")
+        self.assertEqual(code, 2)
+        self.assertIn("answered otherwise", err)
+        self.assertFalse((self.dir / "refused").exists())
+        # Journals of another run, and what is no shard at all.
+        other = self.suite(line("x", "another"), name="other.jsonl")
+        self.assertEqual(self.ask(url, other, "-o", "x", "--journal", "jx")[0], 0)
+        code, err = self.merge("refused", "j.0", "jx")
+        self.assertEqual(code, 2)
+        self.assertIn("not of one run", err)
+        self.assertFalse((self.dir / "refused").exists())
+        self.assertEqual(self.merge("refused", "j.0", "o.0")[0], 2)
+        self.assertEqual(self.merge("refused", SERVER)[0], 2)
+        self.assertEqual(self.merge("j.0", "j.0")[0], 2)
+        # An output that was cut off by its process's end.
+        text = (self.dir / "o.1").read_bytes()
+        (self.dir / "torn").write_bytes(text[:-20])
+        code, err = self.merge("merged", "o.0", "torn", "--suite", suite)
+        self.assertEqual(code, 1)
+        self.assertIn("cut off", err)
+
+    def test_a_journal_is_one_shards_and_auto_needs_a_scheduler(self):
+        _, url = self.server()
+        suite = self.groups(12)
+        self.assertEqual(self.ask(url, suite, "-o", "o", "--journal", "j", "--shard", "0/3")[0], 0)
+        code, _, err = self.ask(url, suite, "-o", "p", "--journal", "j", "--shard", "1/3")
+        self.assertEqual(code, 4)
+        self.assertIn('shard was "0/3" and is "1/3"', err)
+        clean = {name: "" for name in ("OMPI_COMM_WORLD_RANK", "SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX")}
+        code, _, err = self.ask(url, suite, "--shard", "auto", env=clean)
+        self.assertEqual(code, 2)
+        self.assertIn("JOB_COMPLETION_INDEX", err)
+
+    def test_a_dry_run_plans_and_asks_nothing(self):
+        suite = self.groups()
+        code, out, err = self.ask("http://127.0.0.1:9/v1", suite, "--dry-run", "--shard", "0/4",
+                                  "--json", "plan")
+        self.assertEqual(code, 0, err)
+        self.assertIn("40 requests", out)
+        plan = json.loads((self.dir / "plan").read_text())
+        self.assertEqual((plan["requests"], plan["shards"], plan["fewest"], plan["most"]), (40, 4, 10, 10))
+        self.assertLess(plan["cold_tokens"], plan["prompt_tokens"] / 3)
+        self.assertLess(plan["duplicated_tokens"], 100)
+        code, _, err = self.ask("http://127.0.0.1:9/v1", suite, "--dry-run", "--shard", "0/7", "--json", "plan")
+        self.assertGreater(json.loads((self.dir / "plan").read_text())["duplicated_tokens"], 200)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

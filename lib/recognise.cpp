@@ -277,6 +277,7 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     it.shared_tokens = profile->shared_tokens;
     it.match_length = profile->match_length;
     it.leaders = profile->leaders;
+    it.repack = profile->repack;
     it.refill = profile->refill;
     it.prefill_tokens = profile->prefill_tokens;
     it.remark = profile->remark;

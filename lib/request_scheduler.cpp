@@ -14,6 +14,7 @@ SchedulerOptions scheduler_options(const BackendRow& row) {
     SchedulerOptions options;
     options.max_in_flight = row.in_flight;
     options.most_in_flight = row.most_in_flight;
+    options.repack = row.repack;
     options.refill = row.refill;
     options.prefill_tokens = row.prefill_tokens;
     if (row.release == Release::done) options.commit_delay = row.commit_delay;

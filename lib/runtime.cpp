@@ -189,6 +189,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (options.max_in_flight == 0) return;
         row.in_flight = options.max_in_flight;
         row.most_in_flight = 0;
+        row.repack = 0;
     }
 
     // The two loops hold this alive until they have seen it.

@@ -74,8 +74,12 @@ struct BackendRow {
     unsigned sessions = 0;         ///< conversations that its cache holds at once; 0: any number
     std::int64_t cache_tokens = 0; ///< that its cache holds, the running ones too; 0: not known
     unsigned block_tokens = 1;     ///< its cache has whole blocks of so many
-    unsigned refill = 1;           ///< free places to wait for before more is admitted; 1: a flow
-    unsigned prefill_tokens = 0;   ///< cold prompt tokens admitted before their first text; 0: any
+    /// Not 0: each arrival and departure makes it copy its whole batch, so that short answers want
+    /// a narrower one. The number in flight is at most sqrt(repack * mean tokens of an answer):
+    /// decoding an answer costs tokens * weights / width, and packing it in and out width * copy.
+    double repack = 0;
+    unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
+    unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
     bool tools_before_system = true; ///< where the model's template puts the tools
 
     std::string remark; ///< for whoever reads the table

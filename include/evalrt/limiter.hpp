@@ -6,19 +6,23 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <utility>
 
 namespace evalrt {
 
 struct LimiterOptions {
     unsigned start = 16;
     unsigned most = 0; ///< to climb to where that pays; up to start: the limit stays at start
+    double repack = 0; ///< see BackendRow::repack
 };
 
 /// Finds the knee: the number in flight from where on more of them bring no more tokens a second.
 /// It doubles as long as that pays, keeps what pays a little, takes back what does not, and looks
 /// again now and then. Latency says nothing here: it grows with the batch by design, and local
 /// servers queue instead of refusing. A server that refuses gets three quarters, and then one more
-/// a round, up to what it refused.
+/// a round, up to what it refused. Where each arrival and departure costs a copy of the batch
+/// (repack), short answers get a narrower one: sqrt(repack * tokens of a mean answer).
 ///
 /// Deterministic given its calls. No clock: time is passed in and never goes backwards.
 class Limiter {
@@ -29,11 +33,24 @@ public:
         : start_(std::max(options.start, 1u)),
           most_(std::max(options.most, start_)),
           limit_(start_),
-          ceiling_(most_) {
+          ceiling_(most_),
+          repack_(options.repack) {
         settle(limit_);
     }
 
-    unsigned limit() const { return limit_; }
+    unsigned limit() const {
+        if (repack_ <= 0 || answers_ == 0) return limit_;
+        const auto width = std::lround(std::sqrt(repack_ * answer_tokens_ / answers_));
+        return std::min(limit_, std::max(unsigned(width), narrowest));
+    }
+
+    /// A request waits whose answer has at most so many tokens. Until answers are seen, a third of
+    /// that is what they are taken for.
+    void expect(std::int64_t most_tokens) {
+        if (seen_) return;
+        answer_tokens_ += double(std::max<std::int64_t>(most_tokens, 3)) / 3;
+        ++answers_;
+    }
 
     /// A request has its first token.
     void first_text(Point now) { arrived(now); }
@@ -48,9 +65,10 @@ public:
         if (count_ >= window * limit_ && passed >= shortest) decide(count_ / passed.count(), now);
     }
 
-    /// A request was answered.
-    void answered(Point now) {
+    /// A request was answered, with so many tokens where that is known.
+    void answered(Point now, std::optional<std::int64_t> tokens = {}) {
         arrived(now);
+        if (tokens) saw(double(*tokens));
         if (++good_ < limit_) return;
         good_ = 0; // a round
         if (recovering_) {
@@ -85,8 +103,20 @@ private:
     static constexpr unsigned patience = 8; // rounds, windows
     static constexpr double elastic = 0.2;  // d ln(rate) / d ln(limit) that is worth doubling for
     static constexpr double worthwhile = 1.03;
+    static constexpr double prior = 4;
+    static constexpr unsigned narrowest = 8;
 
     enum class Phase { settling, measuring };
+
+    // What was expected counts like `prior` answers.
+    void saw(double tokens) {
+        if (!std::exchange(seen_, true) && answers_ > prior) {
+            answer_tokens_ *= prior / answers_;
+            answers_ = prior;
+        }
+        answer_tokens_ += tokens;
+        ++answers_;
+    }
 
     // Those that a new limit lets in have to be past their prefill first.
     void settle(unsigned arrivals) {
@@ -178,7 +208,9 @@ private:
     unsigned held_ = 0;             // windows since the last look further up
     unsigned good_ = 0, quiet_ = 0; // answers of the round; rounds without a refusal
     bool climbing_ = true, recovering_ = false;
-    bool raised_ = false; // by one, since it was reduced
+    bool raised_ = false;                             // by one, since it was reduced
+    double repack_, answer_tokens_ = 0, answers_ = 0; // expected or seen
+    bool seen_ = false;
 };
 
 } // namespace evalrt

@@ -110,6 +110,28 @@ TEST_CASE("a limit without room to climb stays where it is") {
     CHECK(Limiter({.start = 8, .most = 4}).limit() == 8);
 }
 
+TEST_CASE("where the batch is packed anew for each answer, short ones get a narrower limit") {
+    const auto limit = [](std::int64_t most, std::int64_t tokens, int answers) {
+        Limiter limiter({.start = 32, .repack = 19});
+        CHECK(limiter.limit() == 32); // nothing is known
+        for (int i = 0; i < 100; ++i) limiter.expect(most);
+        for (int i = 0; i < answers; ++i) limiter.answered({}, tokens);
+        return limiter.limit();
+    };
+    CHECK(limit(96, 0, 0) == 25); // taken for 32 tokens
+    CHECK(limit(256, 0, 0) == 32);
+    CHECK(limit(1, 0, 0) == 8);
+    CHECK(limit(2048, 32, 4) == 32); // they still count for little
+    CHECK(limit(2048, 32, 10000) == 25);
+    CHECK(limit(96, 96, 1000) == 32);
+    Limiter fixed({.start = 32});
+    fixed.expect(1);
+    CHECK(fixed.limit() == 32);
+    Limiter narrow({.start = 4, .repack = 19});
+    narrow.expect(1);
+    CHECK(narrow.limit() == 4);
+}
+
 TEST_CASE("the knee is found within a fifth of the run, and costs less than a tenth of it") {
     struct Case {
         const char* what;

@@ -782,6 +782,7 @@ TEST_CASE("every style of completion token works") {
 TEST_CASE("a row says how its server is to be asked") {
     BackendRow row;
     row.in_flight = 7;
+    row.repack = 19;
     row.refill = 3;
     row.prefill_tokens = 500;
     row.commit_delay = 30ms;
@@ -791,6 +792,7 @@ TEST_CASE("a row says how its server is to be asked") {
     row.release = evalrt::Release::first_text;
     const auto options = evalrt::scheduler_options(row);
     CHECK(options.max_in_flight == 7);
+    CHECK(options.repack == 19);
     CHECK(options.refill == 3);
     CHECK(options.prefill_tokens == 500);
     CHECK(options.commit_delay == 0ms); // only after the end

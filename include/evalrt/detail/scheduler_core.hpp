@@ -16,6 +16,7 @@ namespace evalrt {
 struct SchedulerOptions {
     unsigned max_in_flight = 16; ///< to start with
     unsigned most_in_flight = 0; ///< to climb to where that pays; up to max_in_flight: no climbing
+    double repack = 0;           ///< see BackendRow::repack
     unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
     unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
     std::chrono::milliseconds commit_delay{}; ///< end of a leader to its prefix being visible
@@ -52,7 +53,7 @@ public:
           retry_(options.retry),
           breaker_(options.breaker),
           stop_(options.stop),
-          limiter_({options.max_in_flight, options.most_in_flight}) {}
+          limiter_({options.max_in_flight, options.most_in_flight, options.repack}) {}
 
     /// What the prompt's views point at must stay until the request has ended for good.
     /// `deadline`: Point::max() for none.
@@ -61,6 +62,7 @@ public:
         item.prompt = std::move(prompt);
         item.deadline = deadline;
         if (deadline != Point::max()) deadlines_.emplace(deadline, id);
+        if (item.prompt.output_tokens) limiter_.expect(*item.prompt.output_tokens);
         planner_.add(id, item.prompt);
         ++waiting_;
     }
@@ -129,7 +131,7 @@ public:
             if (!had_text) // it came in one piece
                 limiter_.tokens(double(response.usage.completion_tokens.value_or(1)),
                                 running_ + 1 >= limiter_.limit() && waiting_ > 0, now);
-            limiter_.answered(now);
+            limiter_.answered(now, response.usage.completion_tokens);
             stats_.most_limit = std::max(stats_.most_limit, limiter_.limit());
             retry_.succeeded(item.retry);
             item.deaths = 0;

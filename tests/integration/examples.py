@@ -63,7 +63,8 @@ class Examples(unittest.TestCase):
             option = word.strip(".,;:()")
             if option.startswith("--") and option.strip("-") and option not in OTHERS:
                 self.assertTrue(f"{option} " in smoke or f"{option})" in smoke or
-                                f'{option}"' in main or f'{option}"' in servers, option)
+                                f'{option}"' in main or f'"{option}{{' in main or
+                                f'{option}"' in servers, option)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from pathlib import Path
 ASK = os.path.abspath(sys.argv.pop(1))
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
-OTHERS = ("--build", "--install", "--preset", "--num-threads")  # of cmake and of harnesses
+OTHERS = ("--build", "--install", "--preset",  # of cmake
+          "--num-threads", "--array", "--requeue", "--wrap")  # of harnesses and of Slurm
 
 
 class Examples(unittest.TestCase):
@@ -60,7 +61,7 @@ class Examples(unittest.TestCase):
         main = (ROOT / "examples" / "evalrt" / "main.cpp").read_text()
         servers = (ROOT / "lib" / "backend_row.cpp").read_text()  # with options of their own
         for word in readme.replace("`", " ").split():
-            option = word.strip(".,;:()")
+            option = word.strip(".,;:()").split("=")[0]
             if option.startswith("--") and option.strip("-") and option not in OTHERS:
                 self.assertTrue(f"{option} " in smoke or f"{option})" in smoke or
                                 f'{option}"' in main or f'"{option}{{' in main or

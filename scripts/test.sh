@@ -103,6 +103,13 @@ if wanted swift; then
     fi
 fi
 
+# harness_test NAME PYTHON: a harness of others, directly and through the gateway
+harness_test() {
+    say "real: harnesses: $1"
+    "$2" "$ROOT/tests/real/${1}_client.py" --evalrt "$(build_dir release)/bin/evalrt" \
+        --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" || failed+=("real: $1")
+}
+
 if wanted real; then
     setup_engine
     build release
@@ -127,6 +134,18 @@ if wanted real; then
     say "real: the gateway's clients, the packages openai and anthropic"
     "$clients/bin/python" "$ROOT/tests/real/gateway_clients.py" --evalrt "$(build_dir release)/bin/evalrt" \
         --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" || failed+=("real: gateway_clients")
+    if [ $full = yes ]; then
+        harness_test sequential "$(command -v python3)"
+        for name in inspect litellm; do
+            if folder=$(make_venv_for "$name-client" "$ROOT/tests/real/${name}_client.py"); then
+                harness_test $name "$folder/bin/python"
+            else
+                skip "real: $name" "its packages cannot be installed"
+            fi
+        done
+    else
+        skip "real: harnesses" "they take minutes each; full runs them"
+    fi
     say "real: llama.cpp's server"
     setup_llama
     python3 "$ROOT/tests/real/llama_server.py" --evalrt "$(build_dir release)/bin/evalrt" \

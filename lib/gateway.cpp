@@ -390,13 +390,17 @@ asio::awaitable<void> Session::serve() {
 // What is no question to a model goes to the server as it is, past the queue.
 asio::awaitable<void> Session::ask_server() {
     if (!options().server) {
-        const Refusal refusal{404, "the server behind has none of this", {}};
+        const Refusal refusal{404,
+                              "there is nothing here but /v1/chat/completions, /v1/completions, "
+                              "/v1/messages and /v1/models",
+                              {}};
         co_await refuse(refusal);
         co_return;
     }
     auto job = std::make_shared<Job>(impl_->executor);
     Request request;
     request.endpoint = call_.endpoint;
+    request.method = call_.method;
     request.body = std::move(parser_->get().body());
     request.plain = true;
     ++impl_->stats.open;
@@ -422,11 +426,12 @@ asio::awaitable<void> Session::ask_server() {
     if (call_.place == Place::models && (response.outcome || detail::check_object(response.body))) {
         const auto list = detail::models_body(options().model);
         co_await answer(200, json_type, list);
-    } else if (response.outcome) {
-        const auto refusal = detail::refusal_of(response);
+    } else if (response.outcome && (response.status < 400 || response.body.empty())) {
+        const auto refusal = detail::refusal_of(response); // it is not there, or leads elsewhere
         co_await refuse(refusal);
     } else {
-        co_await answer(200, json_type, response.body);
+        const auto& type = response.content_type;
+        co_await answer(response.status, type.empty() ? json_type : type, response.body);
     }
 }
 

@@ -102,11 +102,34 @@ constexpr Served served[] = {
     {"/models", "GET", "/v1/models", Place::models},
     {"/health", "GET", "/health", Place::health},
     {"/metrics", "GET", "/metrics", Place::metrics},
+    // Which servers have beside /v1, or below it, wherever a client looks for them.
     {"/tokenize", "POST", "/tokenize", Place::plain},
     {"/detokenize", "POST", "/detokenize", Place::plain},
     {"/tokenizer_info", "GET", "/tokenizer_info", Place::plain},
     {"/messages/count_tokens", "POST", "/v1/messages/count_tokens", Place::plain},
 };
+
+constexpr std::string_view passed_on[] = {"GET", "POST", "PUT", "PATCH", "DELETE"};
+
+// A path that a server might take for one outside of where it is to look.
+bool climbs(std::string_view path) {
+    std::string plain;
+    for (std::size_t i = 0; i < path.size(); ++i) {
+        if (path.substr(i, 3) == "%2e" || path.substr(i, 3) == "%2E") {
+            plain += '.';
+            i += 2;
+        } else if (path.substr(i, 3) == "%2f" || path.substr(i, 3) == "%2F" || path[i] == '\\' ||
+                   path.substr(i, 3) == "%5c" || path.substr(i, 3) == "%5C") {
+            plain += '/';
+            i += path[i] == '\\' ? 0 : 2;
+        } else {
+            plain += path[i];
+        }
+    }
+    plain += '/';
+    return plain.find("/../") != plain.npos || plain.find("//") != plain.npos ||
+           plain.find("/./") != plain.npos;
+}
 
 std::string error_type(bool anthropic, int status) {
     switch (status) {
@@ -513,19 +536,31 @@ Call read_call(const RequestHead& head, const Door& door) {
     if (name.starts_with("/v1/")) name.remove_prefix(3);
     const auto* known = std::find_if(std::begin(served), std::end(served),
                                      [&](const Served& it) { return it.path == name; });
-    if (known == std::end(served))
-        return refuse(404, fmt::format("there is no {} here; there are /v1/chat/completions, "
-                                       "/v1/completions, /v1/messages and /v1/models",
-                                       json_string(path.substr(0, 200))));
-    if (head.method != known->method) {
-        call.allow = known->method;
-        return refuse(405, fmt::format("{} takes {}", known->path, known->method));
-    }
-    call.place = known->place;
-    call.endpoint = known->endpoint;
-    call.post = known->method == "POST";
     const bool has_body = fields.count("transfer-encoding") > 0 ||
                           (fields.count("content-length") > 0 && fields["content-length"] != "0");
+    if (known == std::end(served)) {
+        if (std::find(std::begin(passed_on), std::end(passed_on), head.method) ==
+            std::end(passed_on)) {
+            call.allow = "GET, POST, PUT, PATCH, DELETE";
+            return refuse(405, "this method is not passed on");
+        }
+        if (climbs(path.substr(0, path.size() - path.ends_with('/'))))
+            return refuse(400, "a path with . or .. or an empty name in it is not passed on");
+        call.place = Place::plain;
+        call.endpoint = path;
+    } else {
+        if (head.method != known->method) {
+            call.allow = known->method;
+            return refuse(405, fmt::format("{} takes {}", known->path, known->method));
+        }
+        call.place = known->place;
+        call.endpoint = known->endpoint;
+    }
+    if (call.place == Place::plain) {
+        call.endpoint += head.target.substr(path.size());
+        call.method = head.method;
+    }
+    call.post = head.method != "GET" && (head.method != "DELETE" || has_body);
     if (!call.post && has_body) return refuse(400, "a GET has no body");
     if (call.post) {
         auto type = fields["content-type"];

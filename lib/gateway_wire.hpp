@@ -43,9 +43,10 @@ struct Call {
     Refusal refusal;
     bool anthropic = false; ///< whose words errors are in
     Place place = Place::chat;
-    std::string endpoint; ///< for the Backend
+    std::string endpoint; ///< for the Backend; of what is plain, with the query
+    std::string method;   ///< of what is plain
     std::string allow;    ///< with 405: the method that it has to be
-    bool post = false;
+    bool post = false;    ///< there is a body
     bool keep_alive = true;
     bool expects_continue = false;
     std::string idempotency_key;

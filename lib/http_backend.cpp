@@ -174,7 +174,8 @@ struct HttpBackend::Impl {
         return out;
     }
 
-    std::string head(std::string_view endpoint, std::size_t body_size) const {
+    std::string head(std::string_view endpoint, std::string_view method,
+                     std::size_t body_size) const {
         std::string_view base = url.base;
         if (base.ends_with("/v1"))
             base.remove_suffix(3); // the endpoint has it, or is beside it, as /health
@@ -182,8 +183,9 @@ struct HttpBackend::Impl {
             endpoint.remove_prefix(3);
         std::string out;
         out.reserve(base.size() + endpoint.size() + fields.size() + 100);
-        out.append(body_size > 0 ? "POST " : "GET ").append(base).append(endpoint).append(fields);
-        if (body_size > 0)
+        if (method.empty()) method = body_size > 0 ? "POST" : "GET";
+        out.append(method).append(" ").append(base).append(endpoint).append(fields);
+        if (body_size > 0 || method != "GET")
             out.append("Content-Type: application/json\r\nContent-Length: ")
                 .append(std::to_string(body_size))
                 .append("\r\n");
@@ -311,7 +313,7 @@ private:
             fail(Errc::timed_out,
                  fmt::format("no {} within {} s", late_->what, double(late_->span.count()) / 1000));
         }
-        if (response_.outcome)
+        if (response_.outcome || request_.plain)
             for (auto* text : {&response_.detail, &response_.body, &response_.text,
                                &response_.finish_reason, &response_.request_id})
                 impl_->hide_key(*text);
@@ -351,7 +353,8 @@ private:
             fail(Errc::rejected, "the endpoint is no path");
             co_return;
         }
-        const auto head = impl_->head(route_.endpoint, prepared.body.view().size());
+        const auto head = impl_->head(route_.endpoint, request_.plain ? request_.method : "",
+                                      prepared.body.view().size());
         for (bool first = true, again = true; std::exchange(again, false); first = false) {
             const bool kept = first && take_idle();
             if (!kept && !co_await connect()) co_return;
@@ -515,6 +518,7 @@ private:
         response_.retry_after = wait_asked_for(head);
         response_.should_retry = detail::should_retry(field(head, "x-should-retry"));
         if (request_.body.empty()) response_.server = std::string(head[http::field::server]);
+        if (request_.plain) response_.content_type = field(head, "content-type");
         clock_.bytes(Clock::now());
         watch();
         // Beast takes any other coding for "until the end of the stream".
@@ -687,7 +691,8 @@ private:
             fail(Errc::malformed, fmt::format("the answer is over the limit of {} bytes", limit));
         } else if (!good) {
             impl_->hide_key(body);
-            detail::read_rejection(response_.status, std::move(body), response_);
+            detail::read_rejection(response_.status, body, response_);
+            if (request_.plain) response_.body = std::move(body);
             if (response_.status / 100 == 3)
                 response_.detail += fmt::format(" (it redirects to {}: give that URL)",
                                                 std::string(parser.get()[http::field::location]));

@@ -17,8 +17,8 @@ struct GatewayOptions {
     std::uint16_t port = 0;         ///< 0: any free one
     std::string token;              ///< clients must send it (Bearer, or x-api-key); empty: none
     std::string model;              ///< what /v1/models names
-    /// Asked past the Backend for what is no question to a model: /tokenize, /detokenize,
-    /// /tokenizer_info, /v1/messages/count_tokens. Null: these are not there.
+    /// Asked past the Backend for what is no question to a model, such as /tokenize: whatever has
+    /// no other place here. Null: all that is not there.
     HttpBackend* server = nullptr;
     bool server_models = false;          ///< /v1/models is the server's list, where it gives one
     std::function<unsigned()> in_flight; ///< at the server, for /metrics
@@ -52,7 +52,8 @@ struct GatewayStats {
 };
 
 /// Serves, with and without /v1 before them: POST chat/completions, completions and messages
-/// (Anthropic), GET models; and GET /health and /metrics (Prometheus). Whether a client wants a
+/// (Anthropic), GET models; and GET /health and /metrics (Prometheus). Any other path goes to the
+/// server as it is, with method, query and body, and its answer comes back with its status. Whether a client wants a
 /// stream and whether the server gives one are independent. Errors come in the words of the
 /// client's wire, with x-should-retry: false: what could be tried again has been.
 ///

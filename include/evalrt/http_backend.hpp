@@ -32,8 +32,9 @@ struct HttpOptions {
 /// One exchange a request: no queue, no retry, but for a kept connection that turns out to be
 /// closed. The text comes as a stream where the row says that the server's streams are complete,
 /// and the Response's body is one whole answer all the same. A request without a body is a GET, and
-/// the Response's body is then what came, unread, as it is of a plain request. Where a server gives
-/// one choice whatever "n" says, a request for more is made so many times, one after another.
+/// the Response's body is then what came, unread, as it is of a plain request, also where its status
+/// is a failure. Where a server gives one choice whatever "n" says, a request for more is made so
+/// many times, one after another. Redirections are not followed.
 ///
 /// Errors     see Errc; Response::detail has the server's own words.
 /// Throws     std::invalid_argument from the constructor: a URL, key or file that cannot be used.

@@ -76,6 +76,7 @@ struct Request {
     bool stream = false;                   ///< the caller wants the text piece by piece
     std::shared_ptr<TextFlow> flow;        ///< null: the text is never held back
     bool plain = false; ///< no question to a model: HttpBackend sends and answers it as it is
+    std::string method; ///< of a plain one; empty: POST with a body, GET without
     std::size_t shared_bytes = 0; ///< of its prompt that others have, too; set by the scheduler
 };
 
@@ -112,6 +113,7 @@ struct Response {
     std::string request_id;      ///< the server's
     std::string model;           ///< that answered, by the server's word
     std::string server;          ///< of a GET: the name in the answer's Server header
+    std::string content_type;    ///< of an answer to a plain request
     Usage usage;
     Timing timing;
     Stage stage = Stage::none;

@@ -546,7 +546,7 @@ TEST_CASE("what is refused is refused before its body is read, and the backend n
         {"OPTIONS /v1/chat/completions HTTP/1.1\r\n" + us + "Origin: http://evil.example\r\n\r\n",
          403},
         {"OPTIONS /v1/chat/completions HTTP/1.1\r\n" + us + "\r\n", 405},
-        {"GET /nothing HTTP/1.1\r\n" + us + "\r\n", 404},
+        {"GET /v1/../nothing HTTP/1.1\r\n" + us + "\r\n", 400},
         {"POST http://evil/v1/chat/completions HTTP/1.1\r\n" + us + json +
              "Content-Length: 2\r\n\r\n",
          400},

@@ -47,7 +47,27 @@ class Upstream(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def other(self):
+        """What evalrt does not know: the status that the path ends in."""
+        status = int(self.path.split("?")[0].rsplit("/", 1)[1])
+        data = f"{self.command} {self.path} é ({KEY})".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/x-words; charset=utf-8")
+        self.send_header("Content-Length", str(0 if status == 204 else len(data)))
+        self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+        self.end_headers()
+        if status != 204:
+            self.wfile.write(data)
+
+    def do_PUT(self):
+        self.do_POST()
+
+    def do_DELETE(self):
+        self.other()
+
     def do_GET(self):
+        if "other" in self.path:
+            return self.other()
         if self.no_models:
             self.send_response(200)
             self.send_header("Content-Length", "0")
@@ -61,6 +81,8 @@ class Upstream(BaseHTTPRequestHandler):
                            "authorization": self.headers["Authorization"]})
         if self.path == "/tokenize":
             return self.answer(200, {"tokens": [1, 2]})
+        if "messages" not in body:
+            return self.other()
         question = body["messages"][-1]["content"]
         if question == "hold" or question == "hold after text":
             if question != "hold":
@@ -373,10 +395,32 @@ class Gateway(unittest.TestCase):
         status, text, headers = self.ask("/v1/messages", self.messages("too long"))
         self.assertEqual((status, headers["x-should-retry"]), (400, "false"))
         self.assertEqual(json.loads(text)["error"]["type"], "invalid_request_error")
-        status, text, _ = self.ask("/v1/nothing", {})
-        self.assertEqual((status, json.loads(text)["error"]["type"]), (404, "not_found_error"))
-        status, text, _ = self.ask("/v1/messages/nothing", {})
-        self.assertEqual((status, json.loads(text)["type"]), (404, "error"))
+
+    def test_what_has_no_place_here_is_the_server_s(self):
+        self.start(*self.openai)
+        for method, path, body, status in (
+                ("GET", "/v1/other/200?a=b%20c&d", None, 200), ("GET", "/other/404", None, 404),
+                ("POST", "/v1/other/201", '{"x":  1}', 201), ("PUT", "/other/418", "{}", 418),
+                ("DELETE", "/v1/other/204", None, 204), ("GET", "/v1/other/503", None, 503)):
+            with self.subTest(method=method, path=path):
+                Upstream.asked.clear()
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+                self.addCleanup(connection.close)
+                connection.request(method, path, body, {"Content-Type": "application/json",
+                                                        "Authorization": "Bearer client-key"})
+                answer = connection.getresponse()
+                text = answer.read().decode()
+                self.assertEqual(answer.status, status)
+                if status != 204:
+                    self.assertEqual(text, f"{method} {path} é ([key])")
+                    self.assertEqual(answer.headers["Content-Type"], "text/x-words; charset=utf-8")
+                if body:
+                    self.assertEqual(Upstream.asked[0]["text"], body)
+                    self.assertEqual(Upstream.asked[0]["authorization"], f"Bearer {KEY}")
+        # A redirection is not followed, nor is a client sent past us.
+        status, text, headers = self.ask("/v1/other/307")
+        self.assertEqual((status, headers["Location"]), (502, None))
+        self.assertIn("it redirects to", text)
 
     def test_a_stream_that_breaks_ends_in_an_error_and_not_as_an_answer(self):
         self.start(*self.openai)

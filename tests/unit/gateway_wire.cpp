@@ -1,8 +1,8 @@
 #include "gateway_wire.hpp"
 
+#include "evalrt/detail/sse_parser.hpp"
 #include "json_text.hpp"
 #include "support/catch.hpp"
-#include "evalrt/detail/sse_parser.hpp"
 #include "wire.hpp"
 
 #include <boost/json/parse.hpp>
@@ -227,7 +227,7 @@ TEST_CASE("shapes that two readers take for two requests are refused") {
 
 TEST_CASE("a refused request ends its connection") {
     CHECK(!read_call(with("Host", "evil"), door()).keep_alive);
-    CHECK(!read_call(get("/nothing"), door()).keep_alive);
+    CHECK(!read_call(get("/../nothing"), door()).keep_alive);
     CHECK(read_call(post(), door()).keep_alive);
     CHECK(!read_call(post({{"Connection", "foo, Close"}}), door()).keep_alive);
     auto old = post();
@@ -275,13 +275,46 @@ TEST_CASE("paths lead to endpoints with and without /v1, and with a query") {
     CHECK(read_call(get("/models"), door()).place == Place::models);
     CHECK(read_call(get("/health"), door()).place == Place::health);
     CHECK(read_call(get("/metrics"), door()).place == Place::metrics);
-    CHECK(status(get("/v1/nothing")) == 404);
-    CHECK(status(get("/v1")) == 404);
-    CHECK(status(get("/")) == 404);
-    CHECK(status(get("/v1/models/")) == 404);
     const auto wrong = read_call(get("/v1/chat/completions"), door());
     CHECK(wrong.refusal.status == 405);
     CHECK(wrong.allow == "POST");
+}
+
+TEST_CASE("other paths are the server's, with method, query and body") {
+    const auto call = read_call(get("/v1/responses/r1?include=a%20b"), door());
+    CHECK(call.refusal.status == 0);
+    CHECK(call.place == Place::plain);
+    CHECK(call.endpoint == "/v1/responses/r1?include=a%20b");
+    CHECK(call.method == "GET");
+    CHECK(!call.post);
+    CHECK(read_call(get("/tokenizer_info?x=1"), door()).endpoint == "/tokenizer_info?x=1");
+    CHECK(read_call(get("/v1/models?x=1"), door()).endpoint == "/v1/models");
+    auto head = post({}, "/v1/embeddings");
+    CHECK(read_call(head, door()).endpoint == "/v1/embeddings");
+    CHECK(read_call(head, door()).post);
+    for (const auto method : {"PUT", "PATCH", "DELETE"}) {
+        head.method = method;
+        CHECK(read_call(head, door()).method == method);
+        CHECK(read_call(head, door()).post);
+    }
+    auto gone = get("/v1/files/f1");
+    gone.method = "DELETE";
+    CHECK(read_call(gone, door()).refusal.status == 0);
+    CHECK(!read_call(gone, door()).post);
+    for (const auto method : {"OPTIONS", "HEAD", "TRACE", "CONNECT", "get", "X"}) {
+        head.method = method;
+        CHECK(status(head) == 405);
+    }
+    // What protects a question to the model protects this, too.
+    CHECK(status(post({{"Origin", "http://evil.example"}}, "/v1/embeddings")) == 403);
+    head = with("Content-Type", "text/plain");
+    head.target = "/v1/embeddings";
+    CHECK(status(head) == 415);
+    for (const auto path : {"/v1/../admin", "/..", "/v1/%2e%2E/x", "/v1/.%2e", "/v1/..%2Fx",
+                            "/v1//x", "//evil.example/x", "/v1/./x", "/v1/..\\x", "/v1/..?a"})
+        CHECK(status(get(path)) == 400);
+    for (const auto path : {"/", "/v1", "/v1/models/", "/v1/..x", "/v1/x?to=/../"})
+        CHECK(status(get(path)) == 0);
 }
 
 TEST_CASE("Expect, retries and the client's patience are read") {

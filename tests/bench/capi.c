@@ -1,6 +1,6 @@
 /* What evalrt_submit costs the thread that calls it, and whether memory stays flat:
  *   bench_capi URL COUNT ROUNDS BYTES    each round submits COUNT prompts of BYTES, and waits.
- * The same prompts in each round: the planner remembers all that were sent, which is not flat. */
+ * No prompt comes twice. */
 #define _DEFAULT_SOURCE
 #define _DARWIN_C_SOURCE
 #include <evalrt.h>
@@ -68,7 +68,8 @@ int main(int argc, char** argv) {
     for (long round = 0; round < rounds; ++round) {
         double cpu = 0;
         for (long i = 0; i < count; ++i) {
-            const int size = sprintf(messages, "[{\"role\": \"user\", \"content\": \"%ld ", i);
+            const int size =
+                sprintf(messages, "[{\"role\": \"user\", \"content\": \"%ld ", round * count + i);
             memset(messages + size, 'x', bytes);
             memcpy(messages + size + bytes, "\"}]", 4);
             const double before = seconds(CLOCK_THREAD_CPUTIME_ID);

@@ -136,7 +136,7 @@ if wanted real; then
         --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" || failed+=("real: gateway_clients")
     if [ $full = yes ]; then
         harness_test sequential "$(command -v python3)"
-        for name in inspect litellm; do
+        for name in lm_eval inspect litellm; do
             if folder=$(make_venv_for "$name-client" "$ROOT/tests/real/${name}_client.py"); then
                 harness_test $name "$folder/bin/python"
             else

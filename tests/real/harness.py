@@ -36,14 +36,14 @@ def read_arguments(packages=()):
 
 
 @contextlib.contextmanager
-def server(args, model, options=()):
+def server(args, model, options=(), cwd=None):
     """A fresh one, ready. Its address, without /v1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen([args.server, "--model", model, "--port", str(port), *options],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               start_new_session=True)
+                               start_new_session=True, cwd=cwd)
     try:
         url = f"http://127.0.0.1:{port}"
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
@@ -79,9 +79,9 @@ def run(command, folder, env, timeout=1500):
     return Run(folder, done.returncode, done.stdout, done.stderr, time.monotonic() - begun)
 
 
-def directly(args, command, folder, model=None, options=(), **env):
+def directly(args, command, folder, model=None, options=(), cwd=None, **env):
     """`command` finds the server by its environment, as it finds the gateway."""
-    with server(args, model or args.model, options) as url:
+    with server(args, model or args.model, options, cwd) as url:
         return run(command, folder, CLEAN | {
             "OPENAI_BASE_URL": url + "/v1", "OPENAI_API_BASE": url + "/v1", "OPENAI_API_KEY": "none",
             "ANTHROPIC_BASE_URL": url, "REMOTE_OPENAI_BASE_URL": url + "/v1"} | env)

@@ -82,9 +82,21 @@ void Report::add(const Response& response) {
         return;
     }
     ++answered_;
+    if (response.repeated) { // its tokens and times are the other's
+        ++repeated_;
+        return;
+    }
     if (response.from_journal) {
         ++from_journal_;
         served_tokens_ += response.usage.completion_tokens.value_or(0);
+    } else {
+        const auto& usage = response.usage;
+        asked_output_.add(usage.completion_tokens);
+        longest_ = std::max(longest_, usage.completion_tokens.value_or(0));
+        if (usage.prompt_tokens && response.maximum_cached)
+            uncached_.add(*usage.prompt_tokens - *response.maximum_cached);
+        else
+            uncached_.add({});
     }
     prompt_.add(response.usage.prompt_tokens);
     cached_.add(response.usage.cached_tokens);
@@ -97,9 +109,30 @@ void Report::add(const Response& response) {
     if (!token_chunks_) return; // how many were in the first is not known
     // By the server's count: it may send several tokens at once. But all at once show no time.
     const auto tokens = response.usage.completion_tokens.value_or(0);
-    if (tokens > 1 && timing.last_text > timing.first_text)
-        inter_token_.add((timing.last_text->count() - timing.first_text->count()) /
-                         double(tokens - 1));
+    if (tokens > 1 && timing.last_text > timing.first_text) {
+        const double each =
+            (timing.last_text->count() - timing.first_text->count()) / double(tokens - 1);
+        inter_token_.add(each);
+        if (tokens >= 8) token_ms_ = token_ms_ > 0 ? std::min(token_ms_, each) : each;
+    }
+}
+
+std::optional<Report::Bound> Report::bound(const SchedulerStats& stats) const {
+    if (stats.prefill_rate <= 0 || stats.decode_rate <= 0 || stats.pieces == 0) return {};
+    if (!uncached_.all || !asked_output_.all || asked_output_.value <= 0) return {};
+    Bound it{};
+    it.prefill_tokens = uncached_.value;
+    it.output_tokens = asked_output_.value;
+    it.longest = longest_;
+    it.prefill_rate = stats.prefill_rate;
+    // A piece of text may hold several tokens.
+    it.decode_rate =
+        stats.decode_rate * std::max(1.0, double(it.output_tokens) / double(stats.pieces));
+    it.token_seconds = token_ms_ / 1000;
+    it.seconds = std::max(double(it.prefill_tokens) / it.prefill_rate +
+                              double(it.output_tokens) / it.decode_rate,
+                          double(longest_) * it.token_seconds);
+    return it;
 }
 
 void Report::note(std::string_view text) {
@@ -127,9 +160,10 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         return it.value;
     };
     const auto rate = [&](double count) -> json::value {
-        if (wall_seconds <= 0 || answered_ == from_journal_) return nullptr;
+        if (wall_seconds <= 0 || answered_ == from_journal_ + repeated_) return nullptr;
         return rounded(count / wall_seconds);
     };
+    const auto best = bound(stats);
     json::object failures;
     for (const auto& [errc, count] : failures_) failures[name(errc)] = count;
     json::object out{
@@ -142,9 +176,10 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         {"not_run", not_run},
         {"failures", failures},
         {"from_journal", from_journal_},
+        {"repeated", repeated_},
         {"attempts", attempts_},
         {"wall_seconds", rounded(wall_seconds)},
-        {"requests_per_second", rate(double(answered_ - from_journal_))},
+        {"requests_per_second", rate(double(answered_ - from_journal_ - repeated_))},
         {"output_tokens_per_second", completion_.all && answered_ > 0
                                          ? rate(double(completion_.value - served_tokens_))
                                          : nullptr},
@@ -162,8 +197,17 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         {"completion_tokens", sum(completion_)},
         {"ttft_ms", percentiles(ttft_)},
         {"inter_token_ms", percentiles(inter_token_)},
-        {"bound_seconds", nullptr},
-        {"ratio_to_bound", nullptr},
+        {"bound_seconds", best ? rounded(best->seconds) : json::value()},
+        {"ratio_to_bound",
+         best && wall_seconds > 0 ? rounded(wall_seconds / best->seconds) : json::value()},
+        {"calibration",
+         best ? json::value(json::object{{"prefill_tokens_per_second", rounded(best->prefill_rate)},
+                                         {"decode_tokens_per_second", rounded(best->decode_rate)},
+                                         {"seconds_per_token", rounded(best->token_seconds)},
+                                         {"prefill_tokens", best->prefill_tokens},
+                                         {"output_tokens", best->output_tokens},
+                                         {"longest_output", best->longest}})
+              : json::value()},
         {"order", order},
         {"parity", nullptr},
         {"server_restarts", server_restarts},

@@ -1,12 +1,15 @@
 #include "evalrt/request_scheduler.hpp"
 
 #include "evalrt/detail/complete.hpp"
+#include "json_text.hpp"
 #include "wire.hpp"
 
 #include <boost/asio/bind_cancellation_slot.hpp>
 #include <boost/asio/bind_executor.hpp>
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/steady_timer.hpp>
+
+#include <fmt/format.h>
 
 namespace evalrt {
 
@@ -86,6 +89,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         const auto deadline = item.request.deadline.count() > 0 ? now + item.request.deadline
                                                                 : Clock::time_point::max();
         auto prompt = detail::read_prompt(item.request, row);
+        prompt.session = item.request.session;
+        prompt.turn = item.request.turn;
         if (row.cache_marks) {
             item.domain = prompt.domain;
             item.ends = detail::prefix_ends(item.request.body);
@@ -155,6 +160,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         item.sent = now;
         item.pick = pick;
         item.delivered = false;
+        if (explain) explain(explained(item, now));
         auto on_text = [weak = weak_from_this(), id = pick.id](std::string_view piece) {
             if (auto self = weak.lock()) self->text(id, piece);
         };
@@ -166,6 +172,25 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         inner.async_complete(
             std::move(request), std::move(on_text),
             asio::bind_executor(executor, asio::bind_cancellation_slot(item.cancel.slot(), done)));
+    }
+
+    std::string explained(const Item& item, Clock::time_point now) {
+        const auto& pick = item.pick;
+        const auto ms = [](Clock::duration time) { return Timing::Millis(time).count(); };
+        const auto word = [](std::string_view text) {
+            return text.empty() ? "null" : detail::json_string(text);
+        };
+        const auto number = [](auto value) { return value ? fmt::to_string(*value) : "null"; };
+        const auto stats = core.stats(now);
+        return fmt::format(
+            R"({{"at_ms": {:.3f}, "n": {}, "id": {}, "attempt": {}, "why": {}, "node": {}, )"
+            R"("node_bytes": {}, "prompt_bytes": {}, "expected_bytes": {}, "maximum_bytes": {}, )"
+            R"("waited_for": {}, "gate": {}, "waited_ms": {:.3f}, "in_flight": {}, "limit": {}}})",
+            ms(now - made), pick.id, word(item.request.name), core.attempts(pick.id) + 1,
+            word(pick.why), pick.node ? fmt::format("\"{:08x}\"", pick.node) : "null",
+            pick.node_bytes, pick.prompt_bytes, number(pick.expected_bytes),
+            number(pick.maximum_bytes), pick.waited_for ? fmt::to_string(pick.waited_for) : "null",
+            word(pick.gate), ms(now - item.submitted), stats.in_flight, stats.limit);
     }
 
     void text(RequestId id, std::string_view piece) {
@@ -244,8 +269,9 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
                 [&](std::optional<std::size_t> bytes) -> std::optional<std::int64_t> {
                 if (!bytes) return {};
                 const auto share = double(*bytes) / double(item->pick.prompt_bytes);
-                return std::min(std::int64_t(share * double(*usage.prompt_tokens) + 0.5),
-                                std::max<std::int64_t>(*usage.prompt_tokens - 1, 0));
+                const auto most = std::min(std::int64_t(share * double(*usage.prompt_tokens) + 0.5),
+                                           std::max<std::int64_t>(*usage.prompt_tokens - 1, 0));
+                return most - most % row.block_tokens;
             };
             response.expected_cached = tokens(item->pick.expected_bytes);
             response.maximum_cached = tokens(item->pick.maximum_bytes);
@@ -320,6 +346,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     std::optional<Stopped> stopped;
     bool down = false; // the server has died and is not back
     Clock::time_point last_progress = Clock::now();
+    const Clock::time_point made = Clock::now();
+    std::function<void(std::string_view)> explain;
 };
 
 RequestScheduler::RequestScheduler(Backend& inner, PrefixPlanner& planner, BackendRow row,
@@ -363,6 +391,10 @@ const std::optional<RequestScheduler::Stopped>& RequestScheduler::stopped() cons
 Clock::time_point RequestScheduler::last_progress() const { return impl_->last_progress; }
 
 SchedulerStats RequestScheduler::stats() const { return impl_->core.stats(Clock::now()); }
+
+void RequestScheduler::explain(std::function<void(std::string_view)> sink) {
+    impl_->explain = std::move(sink);
+}
 
 void RequestScheduler::start_complete(Request request, TextSink on_text, Handler handler) {
     impl_->submit(std::move(request), std::move(on_text), std::move(handler));

@@ -308,15 +308,15 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     }
 
     void make_scheduler() {
-        if (options.order == Order::planned)
-            planner = std::make_unique<RadixPlanner>(planner_options(row));
-        else
-            planner = std::make_unique<FifoPlanner>();
+        auto planning = planner_options(row);
+        planning.in_order = options.order == Order::fifo;
+        planner = std::make_unique<RadixPlanner>(planning);
         auto scheduling = scheduler_options(row);
         scheduling.retry = options.retry;
         scheduling.stop = options.stop;
         if (starts) scheduling.hold_broken = std::chrono::milliseconds(500);
         scheduler = std::make_unique<RequestScheduler>(*http, *planner, row, scheduling);
+        scheduler->explain(options.explain);
         if (journal) journal->connect(*scheduler);
         if (process) supervise();
     }

@@ -7,8 +7,10 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <unordered_map>
 
 #include <fcntl.h>
@@ -214,6 +216,22 @@ void override_member(Input& input, std::string_view key, const std::string& valu
     for (auto& item : input.items)
         if (item.problem.empty())
             item.request.body = Text(detail::with_changes(item.request.body, change));
+}
+
+std::vector<std::optional<std::size_t>> repeats(const std::vector<Item>& items) {
+    std::vector<std::optional<std::size_t>> list(items.size());
+    std::map<std::pair<std::string_view, std::string_view>, std::size_t> first;
+    for (std::size_t i = 0; i < items.size(); ++i) {
+        if (!items[i].problem.empty()) continue;
+        const auto& request = items[i].request;
+        const auto value = member(members(request.body), "temperature");
+        if (!value || value->find_first_of("0123456789") == value->npos ||
+            std::strtod(std::string(*value).c_str(), nullptr) != 0)
+            continue;
+        const auto [it, fresh] = first.try_emplace({request.endpoint, request.body.view()}, i);
+        if (!fresh) list[i] = it->second;
+    }
+    return list;
 }
 
 std::string output_line(const Item& item, const Response& response) {

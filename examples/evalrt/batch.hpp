@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,9 @@ void let_go();
 
 /// Sets top-level members of every body; `value` is JSON text.
 void override_member(Input& input, std::string_view key, const std::string& value);
+
+/// Of each item the first one with the same endpoint and body, if it says "temperature": 0.
+std::vector<std::optional<std::size_t>> repeats(const std::vector<Item>& items);
 
 /// One line of the output, without its end.
 std::string output_line(const Item& item, const Response& response);

@@ -150,6 +150,7 @@ public:
             report_.note(line);
             print(line);
         };
+        if (!explain_to(common_.explain, options)) co_return exit_usage;
         options.journal.suite = "gateway";
         options.journal.on_failure = [this](const Failure& failure) {
             unwritable_ = true;

@@ -104,6 +104,8 @@ void add_common(CLI::App& command, Options& options) {
                        "Ask this many answered requests again, one at a time, and compare");
     command.add_option("--seed", options.common.seed,
                        "Of our own sampling: the parity sample, the jitter of retries");
+    command.add_option("--explain", options.common.explain,
+                       "Write to this file, one JSON line a request, why it was sent when it was");
     command.add_option("--json", options.common.json, "Write the run summary to this file");
     command.add_flag("--quiet", options.common.quiet, "No progress, only errors");
 }
@@ -299,7 +301,11 @@ int run(Options& options, const std::string& path, std::string out, bool skip_in
 
     Suite suite;
     for (const auto& item : input.items)
-        suite.jobs.push_back({item.custom_id, item.request, item.problem});
+        suite.jobs.push_back({item.custom_id, item.request, item.problem, {}});
+    if (options.common.dedupe) {
+        const auto repeats = batch::repeats(input.items);
+        for (std::size_t i = 0; i < repeats.size(); ++i) suite.jobs[i].same_as = repeats[i];
+    }
     suite.kept_in = journal.path.empty() ? output->part() : journal.path;
     suite.resumes = !journal.path.empty();
     bool any = false;
@@ -484,6 +490,8 @@ int main(int argc, char** argv) {
     run_command.add_flag("--dry-run", only_plan,
                          "Plan and print what the run would cost; ask nothing");
     add_shard(run_command, options);
+    run_command.add_flag("--dedupe", options.common.dedupe,
+                         "Ask equal requests at temperature 0 once, and give each the answer");
     add_common(run_command, options);
 
     BfclOptions asked;

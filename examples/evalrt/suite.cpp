@@ -19,6 +19,7 @@
 #include <csignal>
 #include <cstdio>
 #include <fstream>
+#include <map>
 #include <random>
 #include <stdexcept>
 
@@ -66,6 +67,7 @@ public:
             say(failure.detail + "; the run ends" + (report_.answered() > 0 ? kept() : ""));
             stop();
         };
+        if (!explain_to(common_.explain, options)) co_return exit_usage;
         // A run that has been answered needs no server; a second look at its answers does.
         if (common_.parity == 0)
             options.enough = [this](const Journal& journal) { return all_held(journal); };
@@ -124,7 +126,7 @@ private:
     bool all_held(const Journal& journal) const {
         std::vector<const Request*> requests;
         for (const auto& job : suite_.jobs)
-            if (job.problem.empty()) requests.push_back(&job.request);
+            if (job.problem.empty() && !job.same_as) requests.push_back(&job.request);
         return journal.holds(requests);
     }
 
@@ -144,8 +146,12 @@ private:
                                   ? fmt::format(" to {}", runtime_->row().most_in_flight)
                                   : "",
                               report_.order));
+        std::map<std::size_t, std::vector<std::size_t>> repeats;
+        for (std::size_t i = 0; i < suite_.jobs.size(); ++i)
+            if (const auto first = suite_.jobs[i].same_as) repeats[*first].push_back(i);
         for (std::size_t i = 0; i < suite_.jobs.size(); ++i) {
             auto& job = suite_.jobs[i];
+            if (job.same_as) continue;
             if (!job.problem.empty()) {
                 Response response;
                 response.outcome = Errc::rejected;
@@ -156,16 +162,25 @@ private:
             Request request = job.request;
             request.name = job.id;
             ++open_;
-            front.async_complete(std::move(request), {}, [this, i](error_code, Response response) {
-                --open_;
+            const auto at = repeats.find(i);
+            auto also = at == repeats.end() ? std::vector<std::size_t>() : std::move(at->second);
+            const auto take = [this](std::size_t index, const Response& response) {
                 // What an interruption ended has not failed: it was not run.
-                if (response.outcome == Errc::cancelled) {
+                if (response.outcome == Errc::cancelled)
                     ++report_.not_run;
-                } else {
-                    ended(i, response);
-                }
-                if (open_ == 0 || stopping_) changed_.cancel();
-            });
+                else
+                    ended(index, response);
+            };
+            front.async_complete(
+                std::move(request), {},
+                [this, i, take, also = std::move(also)](error_code, Response response) {
+                    --open_;
+                    take(i, response);
+                    response.repeated = true;
+                    response.attempts = 0;
+                    for (const auto index : also) take(index, response);
+                    if (open_ == 0 || stopping_) changed_.cancel();
+                });
         }
         if (auto* journal = runtime_->journal()) journal->suite_asked();
         auto next_line = Clock::now() + std::chrono::seconds(terminal_ ? 0 : 5);
@@ -233,7 +248,7 @@ private:
 
     void ended(std::size_t index, const Response& response) {
         report_.add(response);
-        tokens_ += response.usage.completion_tokens.value_or(0);
+        if (!response.repeated) tokens_ += response.usage.completion_tokens.value_or(0);
         if (response.outcome && first_failure_.empty())
             first_failure_ = fmt::format("{}: {}: {}", suite_.jobs[index].id,
                                          name(*response.outcome), response.detail);
@@ -316,6 +331,14 @@ private:
                     ? fmt::format(" ({} of them from the journal)", report_.from_journal())
                     : "",
                 report_.failed(), report_.not_run, wall_));
+            if (report_.repeated() > 0)
+                print(fmt::format("{} of them are answers to requests that are there twice",
+                                  report_.repeated()));
+            if (const auto best = report_.bound(stats))
+                print(fmt::format("at least {:.1f} s: {} tokens to prefill at {:.0f}/s, {} to "
+                                  "decode at {:.0f}/s; this run took {:.2f} times that",
+                                  best->seconds, best->prefill_tokens, best->prefill_rate,
+                                  best->output_tokens, best->decode_rate, wall_ / best->seconds));
             print(client_cost());
         }
         if (common_.json.empty()) return;
@@ -360,6 +383,17 @@ private:
 } // namespace
 
 void say(std::string_view line) { fmt::print(stderr, "evalrt: {}\n", line); }
+
+bool explain_to(const std::string& path, RuntimeOptions& options) {
+    if (path.empty()) return true;
+    auto file = std::make_shared<std::ofstream>(path);
+    if (!*file) {
+        say(fmt::format("--explain: {} cannot be written", path));
+        return false;
+    }
+    options.explain = [file](std::string_view line) { *file << line << '\n'; };
+    return true;
+}
 
 int run_suite(Suite suite, const Common& common) { return run_to_end<Run>(suite, common); }
 

@@ -31,13 +31,16 @@ struct Common {
     unsigned parity = 0;    ///< answers to ask again one at a time
     std::uint64_t seed = 0; ///< of the parity sample and the jitter
     std::string json;       ///< file for the run summary
+    std::string explain;    ///< file for why each request was sent when it was
+    bool dedupe = false;    ///< equal requests at temperature 0 are asked once
     bool quiet = false;
 };
 
 struct Job {
     std::string id;
     Request request;
-    std::string problem; ///< not empty: it cannot be asked, and counts as failed
+    std::string problem;                ///< not empty: it cannot be asked, and counts as failed
+    std::optional<std::size_t> same_as; ///< an earlier job, whose answer is this one's, too
 };
 
 struct Suite {
@@ -53,6 +56,10 @@ struct Suite {
 
 /// Opens the runtime, runs all jobs, closes it, prints, and returns the exit code.
 int run_suite(Suite suite, const Common& common);
+
+/// Has every sent request explained in this file; empty: nowhere. False: it cannot be written,
+/// which was said.
+bool explain_to(const std::string& path, RuntimeOptions& options);
 
 /// A line on stderr.
 void say(std::string_view line);

@@ -50,6 +50,9 @@ struct Pick {
     std::uint32_t node = 0;     ///< names the longest prefix that it has in common with others
     std::size_t node_bytes = 0; ///< the length of that
     RequestId waited_for = 0;   ///< which request showed the server that prefix; 0: none
+    /// What next() named none for before: "leader", "leaders", "sessions", "memory", or of the
+    /// scheduler "limit", "pause", "server", "suspects", "refill", "prefill". Empty: nothing.
+    std::string_view gate{};
 };
 
 /// Of what waits, in the order in which it would go if nothing came between.

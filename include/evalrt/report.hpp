@@ -61,10 +61,23 @@ public:
     std::uint64_t answered() const { return answered_; }
     std::uint64_t failed() const { return failed_; }
     std::uint64_t from_journal() const { return from_journal_; } ///< of the answered
+    std::uint64_t repeated() const { return repeated_; }         ///< of the answered
     const std::map<Errc, std::uint64_t>& failures() const { return failures_; }
 
     /// "prefix cached: 1234 tokens (...)", or n/a and why.
     std::string prefix_cached() const;
+
+    /// How long the run would have taken at least: what has to be prefilled (each shared prefix
+    /// once) and what was decoded, at the best rates that this run has shown (detail::Rates);
+    /// or the longest answer at the speed of the fastest one. For servers whose prefill and
+    /// decoding take the same resource. What was not streamed shows no rates.
+    struct Bound {
+        double seconds;
+        double prefill_rate, decode_rate; ///< tokens a second
+        double token_seconds;             ///< of the fastest answer, for one token
+        std::int64_t prefill_tokens, output_tokens, longest;
+    };
+    std::optional<Bound> bound(const SchedulerStats& stats) const;
 
     /// The run summary: one JSON object, in which "prefix_cached" is that line.
     std::string json(const SchedulerStats& stats, double wall_seconds) const;
@@ -81,10 +94,13 @@ private:
         }
     };
 
-    std::uint64_t answered_ = 0, failed_ = 0, from_journal_ = 0, attempts_ = 0;
+    std::uint64_t answered_ = 0, failed_ = 0, from_journal_ = 0, repeated_ = 0, attempts_ = 0;
     std::int64_t served_tokens_ = 0; // completion tokens that took no time of this run
     std::map<Errc, std::uint64_t> failures_;
     Sum prompt_, cached_, completion_, expected_, maximum_;
+    Sum uncached_, asked_output_; // of what was asked: what no cache could give; answers
+    std::int64_t longest_ = 0;
+    double token_ms_ = 0; // 0: none known
     bool token_chunks_ = true, absent_cached_zero_ = false;
     std::string cached_hint_ = "the server does not report cached tokens";
 

@@ -119,6 +119,7 @@ struct Response {
     Stage stage = Stage::none;
     unsigned attempts = 0;
     bool from_journal = false; ///< answered earlier, not asked for this time
+    bool repeated = false;     ///< the answer to an equal request, not asked for
     std::optional<std::chrono::milliseconds> retry_after; ///< as the server asked
     std::optional<bool> should_retry; ///< x-should-retry, for or against another attempt
     error_code cause;                 ///< of a broken connection: what the system said

@@ -62,6 +62,9 @@ public:
 
     SchedulerStats stats() const;
 
+    /// Called with one line of JSON for each request that is sent: why this one, why now.
+    void explain(std::function<void(std::string_view)> sink);
+
 private:
     struct Impl;
     void start_complete(Request request, TextSink on_text, Handler handler) override;

@@ -42,6 +42,7 @@ struct RuntimeOptions {
     std::string ca_file;
     LogSink log;        ///< what the user should read, a line at a time
     LogSink server_log; ///< what the server writes
+    LogSink explain;    ///< one line of JSON for each request that is sent: why this one, why now
 };
 
 /// Owns the server process (if it started one), the connections and the scheduler. A server of ours
@@ -61,7 +62,8 @@ public:
     /// any server (no command, as openai-url) is completed by what is recognised behind the URL.
     ///
     /// Completes  when it has answered. A server at url that turns us away for its load is asked
-    ///            again, as RetryOptions say; one that refuses this one request (400, 422) is there.
+    ///            again, as RetryOptions say; one that refuses this one request (400, 422) is
+    ///            there.
     /// Errors     exited, unreachable, timed_out, rejected, auth, and invalid_argument for a key
     ///            or certificate file that cannot be used; JournalErrc; the string says what is
     ///            wrong and what to do. Nothing is left running.

@@ -124,6 +124,42 @@ class Program(unittest.TestCase):
             self.assertEqual(body["max_tokens"], 5)
             self.assertEqual(body["mine"], {"a": [1]})
 
+    def test_equal_requests_at_temperature_zero_are_asked_once_if_told_so(self):
+        lines = [line("a", "x", temperature=0), line("b", "x", temperature=0.0),
+                 line("c", "x", temperature=0), line("d", "x"), line("e", "x"),
+                 line("f", "x", temperature=1), line("g", "x", temperature=1)]
+        path = self.suite(*lines)
+        for options, asked in ((["--dedupe"], 6), ([], 7)):
+            self.log.unlink(missing_ok=True)
+            code, _, err = self.run_program("run", path, "-o", "o.jsonl", *self.own_server(),
+                                            "--json", "s.json", *options)
+            self.assertEqual(code, 0, err)
+            self.assertEqual(len(self.asked()), asked)
+            rows = self.rows((self.dir / "o.jsonl").read_text())
+            self.assertEqual([row["custom_id"] for row in rows], list("abcdefg"))
+            self.assertEqual(rows[0]["response"], rows[2]["response"])
+            summary = json.loads((self.dir / "s.json").read_text())
+            self.assertEqual((summary["answered"], summary["repeated"]), (7, 7 - asked))
+            self.assertEqual(summary["attempts"], asked)
+
+    def test_each_sent_request_is_explained(self):
+        path = self.suite(*(line(f"q{i}", "shared " * 200 + str(i)) for i in range(6)))
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(), "--json", "s",
+                                        "--explain", "why.jsonl")
+        self.assertEqual(code, 0, err)
+        rows = self.rows((self.dir / "why.jsonl").read_text())
+        self.assertEqual(sorted(row["id"] for row in rows), [f"q{i}" for i in range(6)])
+        leader, *others = rows
+        self.assertEqual((leader["why"], leader["waited_for"]), ("leader", None))
+        self.assertEqual({row["why"] for row in others}, {"follower"})
+        self.assertEqual({row["node"] for row in others}, {leader["node"]})
+        self.assertEqual({row["waited_for"] for row in others}, {leader["n"]})
+        self.assertEqual(others[0]["gate"], "leader")
+        self.assertNotIn("shared", (self.dir / "why.jsonl").read_text())
+        code, _, err = self.run_program("run", path, "-o", "o2", *self.own_server(),
+                                        "--explain", "no/such/folder")
+        self.assertEqual(code, 2, err)
+
     def test_parity_asks_a_sample_again(self):
         path = self.suite(*(line(f"q{i}", f"{i}") for i in range(10)))
         code, _, err = self.run_program("run", path, "-o", "o", *self.own_server(), "--parity", "4",

@@ -312,3 +312,39 @@ TEST_CASE("a check of parity stands in the summary when it was made") {
     report.parity = Parity{};
     CHECK(summary(report).at("parity").at("checked") == 0);
 }
+
+TEST_CASE("the bound is what had to be done at the best rates seen") {
+    Report report;
+    SchedulerStats stats;
+    stats.prefill_rate = 100;
+    stats.decode_rate = 50;
+    stats.pieces = 40;
+    CHECK(summary(report, stats)["bound_seconds"].is_null());
+    Response response;
+    response.usage = {100, 40, 20};
+    response.maximum_cached = 60;
+    response.timing.first_text = Timing::Millis(10);
+    response.timing.last_text = Timing::Millis(10 + 19 * 20);
+    report.add(response);
+    report.add(response);
+    auto repeated = response;
+    repeated.repeated = true;
+    report.add(repeated); // costs nothing
+    auto out = summary(report, stats, 4);
+    CHECK(near(out["bound_seconds"], 80 / 100.0 + 40 / 50.0));
+    CHECK(near(out["ratio_to_bound"], 4 / 1.6));
+    CHECK(out["answered"] == 3);
+    CHECK(out["repeated"] == 1);
+    CHECK(out["prompt_tokens"] == 200);
+    CHECK(near(out["output_tokens_per_second"], 10));
+    CHECK(near(out["calibration"].at("prefill_tokens_per_second"), 100));
+    CHECK(near(out["calibration"].at("seconds_per_token"), 0.02));
+    CHECK(out["calibration"].at("prefill_tokens") == 80);
+    stats.pieces = 20; // two tokens each
+    CHECK(near(summary(report, stats, 4)["bound_seconds"], 80 / 100.0 + 40 / 100.0));
+    stats.prefill_rate = stats.decode_rate = 1e9; // then it is the longest answer
+    CHECK(near(summary(report, stats, 4)["bound_seconds"], 20 * 0.02));
+    response.maximum_cached.reset();
+    report.add(response);
+    CHECK(summary(report, stats)["bound_seconds"].is_null());
+}

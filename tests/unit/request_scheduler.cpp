@@ -727,6 +727,34 @@ TEST_CASE("the answer says how much of the prompt the plan expected in the cache
     CHECK(same.response.maximum_cached == 99);
 }
 
+TEST_CASE("turns of a session go one after the other, and each sending is explained") {
+    RadixPlanner::Options plan;
+    plan.release = evalrt::Release::at_once;
+    Setup setup(in_flight(8), std::make_unique<RadixPlanner>(plan));
+    std::vector<std::string> lines;
+    setup.scheduler.explain([&](std::string_view line) { lines.emplace_back(line); });
+    for (const int turn : {1, 0}) {
+        auto request = chat("turn " + std::to_string(turn), std::string(1000, 's'));
+        request.session = "one \"talk\"";
+        request.name = "q\"" + std::to_string(turn);
+        request.turn = turn;
+        setup.ask(request);
+    }
+    setup.run();
+    REQUIRE(setup.server.pending.size() == 1);
+    CHECK(setup.server.pending.at(0).request.turn == 0);
+    REQUIRE(lines.size() == 1);
+    CHECK(lines[0].find(R"("n": 2, "id": "q\"0", "attempt": 1, "why": "alone", "node": ")") !=
+          std::string::npos);
+    CHECK(lines[0].find(R"("waited_for": null, "gate": null, )") != std::string::npos);
+    CHECK(lines[0].ends_with(R"("in_flight": 1, "limit": 8})"));
+    setup.server.end(0, answer("yes"));
+    setup.run();
+    REQUIRE(lines.size() == 2);
+    CHECK(lines[1].find(R"("why": "follower")") != std::string::npos);
+    CHECK(lines[1].find("sss") == std::string::npos); // no prompt in it
+}
+
 TEST_CASE("a body that is not JSON is somebody else's to refuse") {
     Setup setup(in_flight(1), std::make_unique<RadixPlanner>());
     Request request;

@@ -914,3 +914,57 @@ TEST_CASE("a run that is not worth going on with says so, while something waits"
     }
     CHECK_FALSE(last.core.stop_reason()); // nothing is left
 }
+
+TEST_CASE("a pick says what held the queue back before") {
+    auto options = in_flight(2);
+    options.prefill_tokens = 10;
+    evalrt::RadixPlanner planner;
+    evalrt::detail::SchedulerCore core(planner, options);
+    const std::string text(400, 't');
+    const auto submit = [&](RequestId id, std::string_view prompt) {
+        core.submit(id, {"d", {prompt}, {}}, Point::max());
+    };
+    const Point now{1h};
+    for (RequestId id = 1; id <= 4; ++id) submit(id, id < 4 ? text : "short");
+    auto pick = core.next(now);
+    REQUIRE(pick);
+    CHECK(pick->gate.empty());
+    CHECK_FALSE(core.next(now));
+    core.text(1, now);
+    pick = core.next(now);
+    REQUIRE(pick);
+    CHECK(pick->gate == "prefill");
+    CHECK_FALSE(core.next(now));
+    core.ended(1, evalrt::Response(), false, now);
+    pick = core.next(now);
+    REQUIRE(pick);
+    CHECK(pick->gate == "limit");
+}
+
+TEST_CASE("the best rates of a run are those of a burst and of a second without prefill") {
+    evalrt::detail::Rates rates;
+    Point now{1h};
+    CHECK(rates.prefill() == 0);
+    CHECK(rates.decode() == 0);
+    const auto a = rates.sent(now);
+    const auto b = rates.sent(now += 100ms);
+    CHECK(a == b);
+    rates.first_text(now += 400ms);
+    rates.first_text(now += 500ms); // 1 s after the first was sent
+    for (int i = 0; i < 60; ++i) rates.text(now += 50ms);
+    CHECK(std::abs(rates.decode() - 20) < 1.5);
+    rates.ended(a, true, 300, now);
+    CHECK(rates.prefill() == 0); // the other one's tokens are not known yet
+    rates.ended(b, true, 700, now);
+    CHECK(rates.prefill() == 1000);
+    const auto c = rates.sent(now);
+    rates.first_text(now += 1ms);
+    rates.ended(c, true, 10, now); // too short to tell
+    const auto d = rates.sent(now);
+    rates.ended(d, false, {}, now += 1ms); // failed
+    const auto e = rates.sent(now);
+    rates.first_text(now += 1s);
+    rates.ended(e, true, 500, now);
+    CHECK(rates.prefill() == 1000);
+    CHECK(rates.pieces() == 64);
+}

@@ -3,6 +3,7 @@
 #define EVALRT_DETAIL_SCHEDULER_CORE_HPP
 
 #include "evalrt/detail/breaker.hpp"
+#include "evalrt/detail/rates.hpp"
 #include "evalrt/detail/retry.hpp"
 #include "evalrt/limiter.hpp"
 #include "evalrt/prefix_planner.hpp"
@@ -39,6 +40,9 @@ struct SchedulerStats {
     std::uint64_t reruns = 0;   ///< attempts made again because the server had died under them
     unsigned limit = 0;         ///< of those in flight, at present
     unsigned most_limit = 0;    ///< the highest so far
+    double prefill_rate = 0;    ///< tokens a second, the best seen; 0: not seen
+    double decode_rate = 0;     ///< pieces of text a second, the best seen; 0: not seen
+    std::uint64_t pieces = 0;   ///< of text
 };
 
 namespace detail {
@@ -69,28 +73,11 @@ public:
 
     /// The next one to send, as long as there is one.
     std::optional<Pick> next(Point now) {
-        release(now);
-        held_until_ = Point::max();
-        const auto allowed = breaker_.allowed(limiter_.limit(), now);
-        if (down_ || now < paused_until_ || running_ >= allowed) return {};
-        if (!suspects_.empty()) return running_ == 0 ? next_suspect(now) : std::optional<Pick>();
-        if (waiting_ == 0 || alone_) return {};
-        if (running_ > 0) {
-            // Nearly all places are taken: wait until several are free, and fill them together.
-            const auto free = allowed - running_;
-            if (!refilling_ && free < std::min<std::size_t>(options_.refill, waiting_)) return {};
-            if (options_.prefill_tokens > 0 &&
-                prefilling_ >= options_.prefill_tokens * bytes_per_token)
-                return {};
-        }
-        auto pick = planner_.next(now);
-        if (!pick) {
-            held_until_ = planner_.wake();
-            return {};
-        }
-        --waiting_;
-        run(*pick, now);
-        refilling_ = running_ < allowed;
+        auto pick = choose(now);
+        if (pick)
+            pick->gate = std::exchange(gate_, {});
+        else if (waiting_ == 0)
+            gate_ = {};
         return pick;
     }
 
@@ -99,7 +86,8 @@ public:
         const auto it = items_.find(id);
         if (it == items_.end() || it->second.state != State::running) return;
         limiter_.tokens(1, running_ >= limiter_.limit() && waiting_ > 0, now);
-        if (it->second.has_text) return;
+        if (it->second.has_text) return rates_.text(now);
+        rates_.first_text(now);
         limiter_.first_text(now);
         breaker_.alive();
         it->second.has_text = true;
@@ -121,6 +109,7 @@ public:
             --with_text_;
         else
             prefilling_ -= item.cold;
+        rates_.ended(item.burst, had_text, cold_tokens(item, response), now);
         const bool alone = std::exchange(item.alone, false);
         alone_ = alone_ && !alone;
         const bool lost = std::exchange(item.lost, false);
@@ -135,6 +124,8 @@ public:
             stats_.most_limit = std::max(stats_.most_limit, limiter_.limit());
             retry_.succeeded(item.retry);
             item.deaths = 0;
+            if (response.usage.completion_tokens)
+                planner_.answered(id, *response.usage.completion_tokens);
             // The place is free at once; what the others wait for comes a little later.
             if (options_.commit_delay.count() > 0) {
                 committing_.emplace_back(now + options_.commit_delay, id);
@@ -295,6 +286,9 @@ public:
         account(now);
         stats_.in_flight = running_;
         stats_.limit = limiter_.limit();
+        stats_.prefill_rate = rates_.prefill();
+        stats_.decode_rate = rates_.decode();
+        stats_.pieces = rates_.pieces();
         stats_.most_limit = std::max(stats_.most_limit, stats_.limit);
         return stats_;
     }
@@ -310,8 +304,10 @@ private:
 
     struct Item {
         State state = State::waiting;
-        Prompt prompt;        // to wait once more after a failure
-        std::size_t cold = 0; // prompt bytes that the server has to prefill
+        Prompt prompt;         // to wait once more after a failure
+        std::size_t cold = 0;  // prompt bytes that the server has to prefill
+        double cold_share = 1; // of its prompt
+        Rates::Burst burst = 0;
         bool has_text = false;
         bool lost = false;   // the server has died under the attempt that runs
         bool alone = false;  // nothing else may run meanwhile
@@ -320,6 +316,39 @@ private:
         Point deadline = Point::max();
     };
 
+    std::optional<Pick> choose(Point now) {
+        release(now);
+        held_until_ = Point::max();
+        const auto allowed = breaker_.allowed(limiter_.limit(), now);
+        const auto closed = [this](std::string_view gate) {
+            gate_ = gate;
+            return std::optional<Pick>();
+        };
+        if (down_) return closed("server");
+        if (now < paused_until_) return closed("pause");
+        if (running_ >= allowed) return closed("limit");
+        if (!suspects_.empty()) return running_ == 0 ? next_suspect(now) : closed("suspects");
+        if (waiting_ == 0 || alone_) return closed("suspects");
+        if (running_ > 0) {
+            // Nearly all places are taken: wait until several are free, and fill them together.
+            const auto free = allowed - running_;
+            if (!refilling_ && free < std::min<std::size_t>(options_.refill, waiting_))
+                return closed("refill");
+            if (options_.prefill_tokens > 0 &&
+                prefilling_ >= options_.prefill_tokens * bytes_per_token)
+                return closed("prefill");
+        }
+        auto pick = planner_.next(now);
+        if (!pick) {
+            held_until_ = planner_.wake();
+            return closed(planner_.holds());
+        }
+        --waiting_;
+        run(*pick, now);
+        refilling_ = running_ < allowed;
+        return pick;
+    }
+
     void run(const Pick& pick, Point now) {
         account(now);
         ++running_;
@@ -327,7 +356,9 @@ private:
         Item& item = items_.at(pick.id);
         item.state = State::running;
         item.cold = pick.prompt_bytes - pick.expected_bytes.value_or(0);
+        item.cold_share = pick.prompt_bytes > 0 ? double(item.cold) / double(pick.prompt_bytes) : 0;
         prefilling_ += item.cold;
+        item.burst = rates_.sent(now);
     }
 
     std::optional<Pick> next_suspect(Point now) {
@@ -336,6 +367,7 @@ private:
         suspects_.pop_front();
         Item& item = items_.at(pick.id);
         pick.prompt_bytes = item.prompt.bytes();
+        pick.why = "suspect";
         item.alone = alone_ = true;
         run(pick, now);
         return pick;
@@ -346,6 +378,14 @@ private:
         return response.outcome == Errc::unreachable || response.outcome == Errc::truncated ||
                response.outcome == Errc::malformed || response.outcome == Errc::timed_out ||
                response.outcome == Errc::exited;
+    }
+
+    // As the server says, or as the plan has it.
+    static std::optional<std::int64_t> cold_tokens(const Item& item, const Response& response) {
+        const auto& usage = response.usage;
+        if (response.outcome || !usage.prompt_tokens) return {};
+        if (usage.cached_tokens) return *usage.prompt_tokens - *usage.cached_tokens;
+        return std::int64_t(item.cold_share * double(*usage.prompt_tokens));
     }
 
     void settle(RequestId id, const Response& response) {
@@ -396,6 +436,8 @@ private:
     Breaker breaker_;
     StopRule stop_;
     Limiter limiter_;
+    Rates rates_;
+    std::string_view gate_; // why next() has named none
     Reason stop_reason_;
     std::unordered_map<RequestId, Item> items_;
     std::set<std::pair<Point, RequestId>> deadlines_, delayed_;

@@ -268,11 +268,13 @@ public:
         if (ended || visible) leading_.erase({entry.sent, id});
         if (!ended) return;
         --running_;
-        resident_ -= answer_bytes(entry);
+        std::size_t own = answer_bytes(entry);
         for (Node* node = entry.node; node; node = node->parent)
-            if (--node->running == 0) resident_ -= own_bytes(*node);
+            if (--node->running == 0) own += own_bytes(*node);
+        resident_ -= own;
         if (entry.session) {
             entry.session->running = 0;
+            entry.session->own = own;
             promote(*entry.session);
         }
         forget(it);
@@ -442,6 +444,9 @@ private:
         RequestId first = 0; // of these: the one that waits in the tree
         RequestId running = 0;
         bool open = false;
+        std::size_t first_bytes = 0; // of its first prompt
+        std::size_t bytes = 0;       // of what it has now, with the answer
+        std::size_t own = 0;         // of these not shared with what runs; 0: it runs itself
     };
 
     enum class State { behind, waiting, running }; // behind: another turn comes first
@@ -654,7 +659,10 @@ private:
     void promote(Session& session) {
         if (session.running) return;
         if (session.turns.empty()) {
-            open_sessions_ -= session.open;
+            if (session.open) {
+                open_.erase(&session);
+                growth_ = (9 * growth_ + session.bytes - session.first_bytes) / 10;
+            }
             sessions_.erase(std::string(session.name));
             return;
         }
@@ -741,7 +749,7 @@ private:
 
     bool may_begin(const Entry& entry) const {
         return !entry.session || entry.session->open || options_.sessions == 0 ||
-               open_sessions_ < options_.sessions;
+               open_.size() < options_.sessions;
     }
 
     // The first in depth-first order that may go.
@@ -811,9 +819,14 @@ private:
         if (options_.cache_bytes == 0) return false;
         const Entry& entry = entries_.at(found.id);
         if (entry.session && entry.session->open) return false;
-        std::size_t more = answer_bytes(entry);
+        std::size_t more = answer_bytes(entry) + (entry.session ? growth_ : 0);
         for (const Node* it = found.node; it && it->running == 0; it = it->parent)
             more += own_bytes(*it);
+        // Between their turns sessions hold what they have, and they will grow.
+        for (const Session* it : open_) {
+            const auto grown = it->bytes - it->first_bytes;
+            more += it->own + (growth_ > grown ? growth_ - grown : 0);
+        }
         return resident_ + more > options_.cache_bytes;
     }
 
@@ -859,8 +872,13 @@ private:
             session.turns.erase({entry.turn, entry.arrival, id});
             session.first = 0;
             session.running = id;
-            open_sessions_ += !session.open;
-            session.open = true;
+            session.own = 0;
+            session.bytes = entry.bytes + answer_bytes(entry);
+            if (!std::exchange(session.open, true)) {
+                open_.insert(&session);
+                session.first_bytes = entry.bytes;
+            }
+            session.bytes = std::max(session.bytes, session.first_bytes);
         }
         ++sends_;
         ++running_;
@@ -905,7 +923,8 @@ private:
     std::size_t idle_ = 0;
     Entries entries_;
     std::unordered_map<std::string, Session> sessions_; // that have not ended
-    std::size_t open_sessions_ = 0;
+    std::set<const Session*> open_;
+    std::size_t growth_ = 6000; // bytes by which a session grows: some 1,500 tokens, then as seen
     std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not
     std::vector<Block> path_;                                 // of the prompt that is read
     std::uint64_t arrivals_ = 0, sends_ = 0, most_waiting_ = 0;

@@ -1012,3 +1012,23 @@ TEST_CASE("an order is cut into runs of like cost where little is shared") {
     CHECK(evalrt::cuts(order, 2) == std::vector<std::size_t>{0});
     CHECK(evalrt::cuts({}, 3) == std::vector<std::size_t>{0, 0});
 }
+
+TEST_CASE("a session's growth has its place in the server's cache before it begins") {
+    Options options;
+    options.release = Release::at_once;
+    options.cache_bytes = 2 * (6000 + block + 100) + 100;
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= 3; ++id) {
+        const std::string name(1, char('a' + id));
+        std::string text = spell(std::string(1, char('A' + id)));
+        add_turn(planner, 10 * id, name, 0, text);
+        add_turn(planner, 10 * id + 1, name, 1, text + std::string(3000, 'x'));
+    }
+    CHECK(burst(planner) == Ids{10, 20});
+    CHECK(planner.holds() == "memory");
+    planner.progressed(10, Step::done, start);
+    CHECK(burst(planner) == Ids{11}); // who goes on may
+    planner.progressed(20, Step::done, start);
+    planner.progressed(11, Step::done, start);
+    CHECK(burst(planner) == Ids{21, 30});
+}

@@ -967,4 +967,11 @@ TEST_CASE("the best rates of a run are those of a burst and of a second without 
     rates.ended(e, true, 500, now);
     CHECK(rates.prefill() == 1000);
     CHECK(rates.pieces() == 64);
+    for (int i = 0; i < 5; ++i) rates.text(now += 3s); // slow: nothing better than before
+    CHECK(std::abs(rates.decode() - 20) < 1.5);
+    evalrt::detail::Rates slow;
+    slow.sent(now);
+    slow.first_text(now);
+    for (int i = 0; i < 20; ++i) slow.text(now += 500ms);
+    CHECK(std::abs(slow.decode() - 2) < 0.2);
 }

@@ -86,9 +86,8 @@ private:
     void flow(Point now) {
         if (waiting_ == 0 && decoding_ > 0) {
             window_ += now - since_;
-            if (window_ >= whole) {
-                if (window_pieces_ >= enough_pieces)
-                    decode_ = std::max(decode_, double(window_pieces_) / window_.count());
+            if (window_ >= whole && window_pieces_ >= enough_pieces) {
+                decode_ = std::max(decode_, double(window_pieces_) / window_.count());
                 window_ = {};
                 window_pieces_ = 0;
             }

@@ -158,6 +158,19 @@ if wanted real; then
     else
         skip "real: vLLM" "3.5 GB of packages; EVALRT_TEST_VLLM=1 runs it"
     fi
+    if [ $full = yes ]; then
+        if on_mac; then
+            skip "real: Slurm" "it is installed from Debian's packages"
+        elif [ "$(id -u)" != 0 ]; then
+            skip "real: Slurm" "its daemons here need root"
+        elif ! install_packages slurm-wlm munge; then
+            skip "real: Slurm" "the packages slurm-wlm and munge cannot be installed"
+        else
+            say "real: Slurm, an array of four over two servers"
+            python3 "$ROOT/tests/real/slurm.py" --evalrt "$(build_dir release)/bin/evalrt" \
+                --server "$ROOT/tests/support/fake_openai.py" || failed+=("real: slurm")
+        fi
+    fi
     say "real: the main job"
     "$ROOT/scripts/eval-throughput-smoke.sh" --cases 12 --max-tokens 64 --min-speedup 0 --out "$ROOT/build/smoke-test" &&
         "$ENGINE/bin/python" "$ROOT/tests/real/check_report.py" "$ROOT/build/smoke-test/report.json" 12 ||

@@ -11,6 +11,7 @@ benchmarks=(
     "client|wrk nginx-light libcurl4-openssl-dev valgrind strace|wrk nginx|bench_client bench_server bench_curl|python3 $ROOT/tests/bench/client.py --bin $bin"
     "capi|nginx-light|nginx|bench_capi|python3 $ROOT/tests/bench/capi.py --bin $bin"
     "dry-run|||evalrt_program|python3 $ROOT/tests/bench/dry_run.py --bin $bin"
+    "gateway|wrk nginx-light|wrk nginx|bench_server evalrt_program|python3 $ROOT/tests/bench/gateway.py --bin $bin"
     "journal|nginx-light|nginx|bench_journal|python3 $ROOT/tests/bench/journal.py --bin $bin"
     "planner|||bench_planner|python3 $ROOT/tests/bench/planner.py --bin $bin"
 )

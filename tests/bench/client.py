@@ -88,6 +88,8 @@ class Quiet:
 
 
 class Bench:
+    name = "client"
+
     def __init__(self, args, folder):
         self.args, self.dir, self.rows, self.servers = args, folder, [], []
         self.bin = args.bin
@@ -171,7 +173,7 @@ class Bench:
 
     def figure(self, name, value, goal=None, at_least=True, unit="", **more):
         good = None if goal is None or value is None else (value >= goal if at_least else value <= goal)
-        row = {"benchmark": "client", "figure": name, "value": value, "unit": unit, "goal": goal,
+        row = {"benchmark": self.name, "figure": name, "value": value, "unit": unit, "goal": goal,
                "at_least": at_least if goal is not None else None, "good": good} | more
         self.rows.append(row)
         print(json.dumps(row), flush=True)

@@ -1,5 +1,6 @@
 // A server that thinks of nothing: every request gets the same answer. Prints its port.
 //   stream EVENTS  so many events and [DONE], each written by itself
+//   burst EVENTS   the same in one write
 //   body BYTES     a completion whose text has so many bytes, in one write
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
@@ -12,6 +13,7 @@
 #include <boost/asio/write.hpp>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cstdio>
 #include <string>
@@ -49,6 +51,7 @@ std::vector<std::string> answer(const std::string& what, std::size_t size) {
             "\n\n",
             i, i + 1 < size ? "null" : "\"stop\"")));
     writes.push_back(chunk("data: [DONE]\n\n") + chunk(""));
+    if (what == "burst") writes = {fmt::format("{}", fmt::join(writes, ""))};
     return writes;
 }
 
@@ -92,7 +95,7 @@ asio::awaitable<void> accept(tcp::acceptor& acceptor, const std::vector<std::str
 
 int main(int argc, char** argv) {
     if (argc != 3) {
-        std::fputs("usage: bench_server {stream|body} SIZE\n", stderr);
+        std::fputs("usage: bench_server {stream|burst|body} SIZE\n", stderr);
         return 2;
     }
     const auto writes = answer(argv[1], std::stoul(argv[2]));

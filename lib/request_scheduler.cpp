@@ -168,6 +168,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             self->returned(id, std::move(response));
         };
         Request request = item.request;
+        request.server = pick.server;
         request.shared_bytes = shared.bytes(item.domain, item.ends);
         inner.async_complete(
             std::move(request), std::move(on_text),

@@ -4,6 +4,7 @@
 #include "evalrt/detail/retry.hpp"
 #include "json_text.hpp"
 #include "recognise.hpp"
+#include "replica_backend.hpp"
 #include "wire.hpp"
 
 #include <boost/asio/append.hpp>
@@ -131,6 +132,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                             "the model's",
                             options.model, row.name));
         if (!starts) parse_url(options.url);
+        for (const auto& it : options.replicas) parse_url(it);
         own_in_flight = row.in_flight;
         fix_in_flight();
         // The name of a folder that we have not chosen is not known.
@@ -217,6 +219,12 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     }
 
     // What its keys have in them, and what is compared when a run is resumed.
+    std::string all_urls() const {
+        auto text = options.url;
+        for (const auto& it : options.replicas) text += " " + it;
+        return text;
+    }
+
     JournalRun journal_run() {
         JournalRun run;
         std::error_code ignored;
@@ -227,7 +235,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         for (const auto& arg : options.server_args) args += (args.empty() ? "" : " ") + arg;
         run.identity = {{"backend", options.backend},
                         {"wire", row.wire == Wire::openai ? "openai" : "anthropic"},
-                        {"url", options.url},
+                        {"url", all_urls()},
                         {"model", name}};
         if (starts) {
             run.identity.emplace_back("model_files", model_files(options.model));
@@ -289,7 +297,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 if (options.enough && options.enough(*journal)) co_return without_server();
             }
             if (options.ask_first)
-                if (auto failure = co_await first_token()) co_return failure;
+                if (auto failure = co_await first_token(*http)) co_return failure;
+            if (auto failure = co_await find_replicas()) co_return failure;
         }
         if (journal && starts) {
             if (version.empty()) co_await learn_version();
@@ -310,12 +319,29 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     void make_scheduler() {
         auto planning = planner_options(row);
         planning.in_order = options.order == Order::fifo;
-        planner = std::make_unique<RadixPlanner>(planning);
+        if (more.empty()) {
+            planner = std::make_unique<RadixPlanner>(planning);
+        } else {
+            detail::ReplicaPlanner::Options of;
+            of.planner = planning;
+            of.fifo = planning.in_order;
+            of.most = std::max(row.in_flight, row.most_in_flight);
+            spread = std::make_shared<detail::ReplicaPlanner>(more.size() + 1, of);
+            for (std::size_t n = 0; n < away.size(); ++n)
+                for (int twice = 0; away[n] && twice < 2; ++twice) spread->unreachable(n);
+            std::vector<Backend*> servers{http.get()};
+            for (const auto& it : more) servers.push_back(it.get());
+            replicas = std::make_unique<detail::ReplicaBackend>(servers, spread);
+        }
         auto scheduling = scheduler_options(row);
+        scheduling.max_in_flight *= unsigned(more.size() + 1);
+        scheduling.most_in_flight *= unsigned(more.size() + 1);
         scheduling.retry = options.retry;
         scheduling.stop = options.stop;
         if (starts) scheduling.hold_broken = std::chrono::milliseconds(500);
-        scheduler = std::make_unique<RequestScheduler>(*http, *planner, row, scheduling);
+        Backend& asked = replicas ? static_cast<Backend&>(*replicas) : *http;
+        PrefixPlanner& order = spread ? static_cast<PrefixPlanner&>(*spread) : *planner;
+        scheduler = std::make_unique<RequestScheduler>(asked, order, row, scheduling);
         scheduler->explain(options.explain);
         if (journal) journal->connect(*scheduler);
         if (process) supervise();
@@ -351,12 +377,12 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
 
     // Of a server that runs; it may be busy, or only just starting. That it refuses our request
     // does not say that it refuses theirs: some models take no temperature, or no max_tokens.
-    asio::awaitable<Failure> first_token() {
+    asio::awaitable<Failure> first_token(HttpBackend& to) {
         detail::RetryTable table(options.retry);
         detail::RetryState state;
         for (;;) {
             Request probe = one_token();
-            auto [ec, response] = co_await http->async_complete(std::move(probe), {}, token());
+            auto [ec, response] = co_await to.async_complete(std::move(probe), {}, token());
             if (!ec) co_return Failure{};
             if (ec == Errc::context_too_long ||
                 (ec == Errc::rejected && (response.status == 400 || response.status == 422)))
@@ -373,6 +399,23 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             auto [stopped] = co_await pause.async_wait(token());
             if (stopped) co_return Failure{stopped, {}};
         }
+    }
+
+    // One that is not there yet is tried again later; a run needs one.
+    asio::awaitable<Failure> find_replicas() {
+        if (options.replicas.empty()) co_return Failure{};
+        away.assign(1, false);
+        for (const auto& it : options.replicas) {
+            auto with = http_options();
+            with.url = it;
+            more.push_back(std::make_unique<HttpBackend>(executor, row, with, options.log));
+            Failure failure;
+            if (options.ask_first) failure = co_await first_token(*more.back());
+            if (failure && failure.code != Errc::unreachable) co_return failure;
+            away.push_back(bool(failure));
+            if (failure) say(fmt::format("{}: {}; the run begins without it", it, failure.detail));
+        }
+        co_return Failure{};
     }
 
     // Ours, up to its first token.
@@ -543,6 +586,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     std::unique_ptr<PrefixPlanner> planner;
     std::unique_ptr<ServerProcess> process;
     std::unique_ptr<HttpBackend> http;
+    std::vector<std::unique_ptr<HttpBackend>> more; // of the replicas
+    std::vector<bool> away;                         // those that did not answer at first
+    std::shared_ptr<detail::ReplicaPlanner> spread;
+    std::unique_ptr<detail::ReplicaBackend> replicas;
     std::unique_ptr<RequestScheduler> scheduler;
     std::unique_ptr<Journal> journal;
 };
@@ -596,6 +643,16 @@ const BackendRow& Runtime::row() const { return impl_->row; }
 const std::string& Runtime::url() const { return impl_->url; }
 const std::string& Runtime::server_version() const { return impl_->version; }
 const std::string& Runtime::model() const { return impl_->model; }
+std::vector<Runtime::Replica> Runtime::replicas() const {
+    std::vector<Replica> list;
+    for (std::size_t i = 0; impl_->replicas && i < impl_->spread->size(); ++i) {
+        const auto& count = impl_->replicas->count(i);
+        list.push_back({i == 0 ? impl_->options.url : impl_->options.replicas[i - 1],
+                        count.answered, count.failed, impl_->spread->count(i).stolen,
+                        impl_->spread->up(i)});
+    }
+    return list;
+}
 unsigned Runtime::restarts() const { return impl_->restarts; }
 const std::string& Runtime::server_output() const { return impl_->output; }
 bool Runtime::running() const { return !impl_->process || impl_->process->running(); }

@@ -39,6 +39,7 @@ struct Options {
     bool backend_given = false;
     std::optional<std::int64_t> limit, max_tokens;
     std::optional<double> temperature;
+    std::vector<std::string> urls;
     std::string shard;
     std::optional<detail::ShardChoice> part; ///< of it
 };
@@ -51,8 +52,13 @@ void add_common(CLI::App& command, Options& options) {
         ->each([&](const std::string&) { options.backend_given = true; });
     command.add_option("--wire", options.wire, "What the server speaks (default: the backend's)")
         ->check(CLI::IsMember({"openai", "anthropic"}));
-    command.add_option("--url", runtime.url,
-                       "Use the server that runs at this address (ends in /v1); start none");
+    command
+        .add_option("--url", options.urls,
+                    "Use the server that runs at this address (ends in /v1); start none "
+                    "(repeatable: servers that are alike share the work)")
+        ->expected(1)
+        ->take_all()
+        ->allow_extra_args(false);
     command.add_option("--model", runtime.model,
                        "Model to load (a path or name, as the backend names models), or to ask");
     command.add_option("--executable", runtime.executable, "Server program to start");
@@ -126,6 +132,10 @@ void name_shard(std::string& path, const detail::ShardChoice& part) {
 // Nothing: fine. Otherwise what is wrong.
 std::string settle(Options& options) {
     auto& runtime = options.common.runtime;
+    if (!options.urls.empty()) {
+        runtime.url = options.urls.front();
+        runtime.replicas.assign(options.urls.begin() + 1, options.urls.end());
+    }
     if (options.max_in_flight != "auto") {
         char* end = nullptr;
         const long n = std::strtol(options.max_in_flight.c_str(), &end, 10);
@@ -195,7 +205,7 @@ int fail(std::string_view what) {
 // Said before the run: the default backend is slow for any other server.
 void hint(const Options& options) {
     const auto& runtime = options.common.runtime;
-    if (!runtime.url.empty() && !options.backend_given)
+    if (!options.urls.empty() && !options.backend_given)
         say(fmt::format("no --backend is given, so the server is taken for {}, one request at a "
                         "time; --backend openai-url finds out what it is",
                         runtime.backend));

@@ -323,6 +323,13 @@ private:
         report_.max_in_flight = std::max(report_.max_in_flight, stats.most_limit);
         report_.server_restarts = runtime_->restarts();
         report_.server_output = runtime_->server_output();
+        for (const auto& it : runtime_->replicas()) {
+            const auto text = fmt::format(
+                "{}: {} answered, {} attempts failed, {} taken over from others{}", it.url,
+                it.answered, it.failed, it.taken_over, it.up ? "" : "; it is gone");
+            report_.note(text);
+            print(text);
+        }
         if (!common_.quiet) {
             print(report_.prefix_cached());
             print(fmt::format(

@@ -53,6 +53,7 @@ struct Pick {
     /// What next() named none for before: "leader", "leaders", "sessions", "memory", or of the
     /// scheduler "limit", "pause", "server", "suspects", "refill", "prefill". Empty: nothing.
     std::string_view gate{};
+    unsigned server = 0; ///< of several, which; from 0
 };
 
 /// Of what waits, in the order in which it would go if nothing came between.

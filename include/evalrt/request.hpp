@@ -75,8 +75,9 @@ struct Request {
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece
     std::shared_ptr<TextFlow> flow;        ///< null: the text is never held back
-    bool plain = false; ///< no question to a model: HttpBackend sends and answers it as it is
-    std::string method; ///< of a plain one; empty: POST with a body, GET without
+    bool plain = false;  ///< no question to a model: HttpBackend sends and answers it as it is
+    std::string method;  ///< of a plain one; empty: POST with a body, GET without
+    unsigned server = 0; ///< of several that are alike, which; set by the scheduler
     std::size_t shared_bytes = 0; ///< of its prompt that others have, too; set by the scheduler
 };
 

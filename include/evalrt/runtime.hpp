@@ -17,6 +17,7 @@ struct RuntimeOptions {
     std::optional<BackendRow> row;        ///< instead: a row of your own
     std::optional<Wire> wire;             ///< what it speaks, if not what the row says
     std::string url;                      ///< use this running server, start none
+    std::vector<std::string> replicas;    ///< more running servers, like the one at url
     std::string model;                    ///< path or name, as the backend names models
     bool override_model = false;          ///< a body's own "model" gives way to it
     std::string executable;               ///< program to start; empty: the row's, on PATH
@@ -93,6 +94,14 @@ public:
     const std::string& url() const;            ///< for any client of its wire
     const std::string& server_version() const; ///< as it tells when it is recognised; or empty
     const std::string& model() const; ///< for a request's "model"; may be empty: the body's own
+    /// What came of each server, if there are several.
+    struct Replica {
+        std::string url;
+        std::uint64_t answered = 0, failed = 0; ///< attempts
+        std::uint64_t taken_over = 0;           ///< requests that were planned for another one
+        bool up = true;
+    };
+    std::vector<Replica> replicas() const;
     bool running() const;             ///< false while a server of ours has ended
     unsigned restarts() const;        ///< so far
     /// The end of what a server of ours wrote (64 KB) before it ended or hung the last time.

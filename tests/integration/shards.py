@@ -15,7 +15,7 @@ import urllib.request
 from journal import Base, SERVER, free_port, line
 
 
-class Shards(Base):
+class WithServers(Base):
     def setUp(self):
         super().setUp()
         self.ports = []
@@ -74,6 +74,8 @@ class Shards(Base):
                                  capture_output=True, text=True, timeout=60)
         return process.returncode, process.stderr
 
+
+class Shards(WithServers):
     def test_shards_ask_everything_once_and_merge_to_what_one_run_writes(self):
         _, url = self.server()
         suite = self.groups()
@@ -198,6 +200,56 @@ class Shards(Base):
         self.assertLess(plan["duplicated_tokens"], 100)
         code, _, err = self.ask("http://127.0.0.1:9/v1", suite, "--dry-run", "--shard", "0/7", "--json", "plan")
         self.assertGreater(json.loads((self.dir / "plan").read_text())["duplicated_tokens"], 200)
+
+
+class Replicas(WithServers):
+    """Several servers behind one run."""
+
+    def both(self, suite, *urls, more=()):
+        args = [part for url in urls for part in ("--url", url)]
+        return subprocess.Popen([self.evalrt(), "run", str(suite), "--backend", "openai-url", *args, "--no-probe",
+                                 "--model", "m", "-o", "o", "--max-in-flight", "2", *map(str, more)],
+                                cwd=self.dir, env=self.env(), text=True, stderr=subprocess.PIPE)
+
+    def test_two_servers_share_the_groups(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        suite = self.groups(60, extra="sleep 0.02 ")
+        process = self.both(suite, a, b, more=("--json", "s"))
+        _, err = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 0, err)
+        of_a, of_b = self.asked_of("a"), self.asked_of("b")
+        self.assertEqual(len(of_a) + len(of_b), 60)
+        self.assertEqual(len(set(of_a) | set(of_b)), 60)
+        self.assertGreater(min(len(of_a), len(of_b)), 15)
+        self.assertRegex(err, rf"{a}: \d+ answered")
+        notes = " ".join(json.loads((self.dir / "s").read_text())["notes"])
+        self.assertIn(b, notes)
+        self.assertEqual([row["custom_id"] for row in self.out()], [f"item-{i}" for i in range(60)])
+
+    def test_the_death_of_one_moves_its_work_to_the_other(self):
+        (first, a), (_, b) = self.server("a"), self.server("b")
+        suite = self.groups(60, extra="sleep 0.05 ")
+        process = self.both(suite, a, b)
+        deadline = time.monotonic() + 60
+        while len(self.asked_of("a")) < 8 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        first.kill()
+        _, err = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 0, err)
+        rows = self.out()
+        self.assertEqual(len(rows), 60)
+        self.assertTrue(all(row["error"] is None for row in rows))
+        self.assertIn("it is gone", err)
+        self.assertGreater(len(self.asked_of("b")), 40)
+
+    def test_one_that_is_not_there_at_first_is_done_without(self):
+        _, a = self.server("a")
+        gone = f"http://127.0.0.1:{free_port()}/v1"
+        process = self.both(self.groups(12), a, gone)
+        _, err = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 0, err)
+        self.assertIn("begins without it", err)
+        self.assertEqual(len(self.asked_of("a")), 12)
 
 
 if __name__ == "__main__":

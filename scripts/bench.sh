@@ -12,6 +12,7 @@ benchmarks=(
     "capi|nginx-light|nginx|bench_capi|python3 $ROOT/tests/bench/capi.py --bin $bin"
     "dry-run|||evalrt_program|python3 $ROOT/tests/bench/dry_run.py --bin $bin"
     "gateway|wrk nginx-light|wrk nginx|bench_server evalrt_program|python3 $ROOT/tests/bench/gateway.py --bin $bin"
+    "engines|||bench_engines|python3 $ROOT/tests/bench/engines.py --bin $bin"
     "journal|nginx-light|nginx|bench_journal|python3 $ROOT/tests/bench/journal.py --bin $bin"
     "planner|||bench_planner|python3 $ROOT/tests/bench/planner.py --bin $bin"
 )

@@ -27,8 +27,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto commit_wait = 5s;    // longer than oMLX takes to store a prompt
-constexpr double warm_ratio = 1.6;  // cold over warm, where only the time tells
+constexpr auto commit_wait = 5s;   // longer than oMLX takes to store a prompt
+constexpr double warm_ratio = 1.6; // cold over warm, where only the time tells
 constexpr double batch_ratio = 1.25;
 constexpr unsigned tokens_decoded = 24;
 
@@ -169,7 +169,8 @@ struct Probing : std::enable_shared_from_this<Probing> {
 
     void step() {
         const auto next = plan.next();
-        if (!next || cancelled) return end(cancelled ? asio::error::operation_aborted : first_error);
+        if (!next || cancelled)
+            return end(cancelled ? asio::error::operation_aborted : first_error);
         current = *next;
         seen.assign(current.asks.size(), {});
         open = current.asks.size();
@@ -196,10 +197,9 @@ struct Probing : std::enable_shared_from_this<Probing> {
         const auto& ask = current.asks[i];
         const boost::json::object message{{"role", "user"},
                                           {"content", ProbePlan::prompt(ask, nonce, ++serial)}};
-        const boost::json::object body{
-            {"messages", boost::json::array{message}},
-            {"max_tokens", ask.max_tokens},
-            {"temperature", 0}};
+        const boost::json::object body{{"messages", boost::json::array{message}},
+                                       {"max_tokens", ask.max_tokens},
+                                       {"temperature", 0}};
         Request request;
         request.body = boost::json::serialize(body);
         const auto at = Clock::now();
@@ -226,7 +226,8 @@ struct Probing : std::enable_shared_from_this<Probing> {
 
     void returned(std::size_t i, error_code ec) {
         if (plan.result().requests == 0 && ec) first_error = ec;
-        if (i == 0 && current.follow) send_rest(); // it brought no text: they are asked all the same
+        if (i == 0 && current.follow)
+            send_rest(); // it brought no text: they are asked all the same
         if (--open > 0) return;
         rest_sent = false;
         plan.answered(seen, std::chrono::duration<double>(Clock::now() - started).count());

@@ -26,7 +26,7 @@ class ProbePlan {
 public:
     struct Step {
         std::vector<ProbeAsk> asks;
-        bool follow = false;                    ///< the others are sent at the first one's text
+        bool follow = false;                     ///< the others are sent at the first one's text
         std::chrono::milliseconds wait_before{}; ///< the first one is sent
         std::chrono::milliseconds stagger{};     ///< from the first to the others
     };

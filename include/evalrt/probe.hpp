@@ -10,8 +10,8 @@ namespace evalrt {
 struct ProbeResult {
     unsigned requests = 0; ///< that were sent, 12 at most
     std::optional<bool> reports_cached;
-    bool inferred = false;          ///< what is cached was told by time to first token
-    std::optional<Release> release; ///< when a prompt's prefix shows to others
+    bool inferred = false;                    ///< what is cached was told by time to first token
+    std::optional<Release> release;           ///< when a prompt's prefix shows to others
     std::chrono::milliseconds commit_delay{}; ///< with Release::done
     std::optional<unsigned> page;             ///< tokens that are cached together
     std::optional<double> batching; ///< tokens a second of three at once, over those of one

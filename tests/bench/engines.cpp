@@ -50,7 +50,22 @@ int run(std::vector<std::string> arguments) {
     auto config = engine_config(engine.substr(0, engine.find(':')));
     if (!numbers.empty()) config.batch = unsigned(numbers[0]);
     if (numbers.size() > 1) config.cache = numbers[1];
-    const auto row = engine_row(config);
+    auto row = engine_row(config);
+    // After the policy, "leaders=2" and the like: another row than the engine's own.
+    std::erase_if(arguments, [&](const std::string& text) {
+        const auto at = text.find('=');
+        if (at == text.npos) return false;
+        const auto n = unsigned(std::atoi(text.c_str() + at + 1));
+        const auto name = text.substr(0, at);
+        if (name == "leaders") row.leaders = n;
+        if (name == "prefill") row.prefill_tokens = n;
+        if (name == "refill") row.refill = n;
+        if (name == "sessions") row.sessions = n;
+        if (name == "cache") row.cache_tokens = n;
+        if (name == "match") row.match_length = n > 0;
+        if (name == "shared") row.shared_tokens = n;
+        return true;
+    });
     const auto least = least_prefill(jobs, config.page);
     const auto bound = least_seconds(config, jobs, chains, least);
     for (std::size_t i = 2; i < arguments.size(); ++i) {

@@ -265,7 +265,8 @@ public:
             events.push_back({it->id, true});
             const auto all = it->first(it->job->tokens.size() - 1);
             if (config_.commit > 0)
-                stored_.emplace_back(now + seconds + config_.commit, Tokens(all.begin(), all.end()));
+                stored_.emplace_back(now + seconds + config_.commit,
+                                     Tokens(all.begin(), all.end()));
             else
                 tree_.insert(all);
             release(*it);
@@ -441,8 +442,9 @@ private:
             if (run.computed < run.ends.front()) continue;
             run.ends.pop_front();
             const bool whole = run.computed + 1 == run.job->prompt;
-            insert(run.first(run.computed),
-                   !whole ? system : run.job->system > 0 ? user : assistant);
+            insert(run.first(run.computed), !whole                ? system
+                                            : run.job->system > 0 ? user
+                                                                  : assistant);
         }
         return config_.hardware.step(padded, 0, 0);
     }
@@ -470,8 +472,8 @@ private:
         std::array<std::size_t, 3> count{};
         for (const auto& entry : entries_) ++count[entry.second];
         const Kind out = count[assistant] > 0 && count[assistant] >= count[user] ? assistant
-                         : count[user] > 0 && count[user] >= count[system]      ? user
-                                                                                : system;
+                         : count[user] > 0 && count[user] >= count[system]       ? user
+                                                                                 : system;
         entries_.erase(std::find_if(entries_.begin(), entries_.end(),
                                     [&](const auto& entry) { return entry.second == out; }));
     }
@@ -591,9 +593,9 @@ private:
     }
 
     void exchange(Slot& slot, std::span<const std::uint32_t> prompt) {
-        if (!slot.tokens.empty() &&
-            std::none_of(host_.begin(), host_.end(),
-                         [&](const auto& it) { return begins(slot.tokens, it); })) {
+        if (!slot.tokens.empty() && std::none_of(host_.begin(), host_.end(), [&](const auto& it) {
+                return begins(slot.tokens, it);
+            })) {
             std::erase_if(host_, [&](const auto& it) { return begins(it, slot.tokens); });
             host_.push_back(slot.tokens);
         }
@@ -637,7 +639,8 @@ void tokenize(std::string_view text, Tokens& out) {
     constexpr std::array<std::size_t, 4> most{9, 3, 3, 1000};
     for (std::size_t i = 0; i < text.size();) {
         std::size_t end = i;
-        if (text[i] == ' ' && i + 1 < text.size() && kind(static_cast<unsigned char>(text[i + 1])) < 3)
+        if (text[i] == ' ' && i + 1 < text.size() &&
+            kind(static_cast<unsigned char>(text[i + 1])) < 3)
             ++end;
         const int what = kind(static_cast<unsigned char>(text[end]));
         const auto from = end;
@@ -662,8 +665,13 @@ EngineConfig engine_config(std::string_view name) {
         return config;
     }
     if (name == "omlx")
-        return {.kind = "omlx", .hardware = m4, .cache = 200'000, .page = 256, .batch = 8,
-                .budget = 2048, .commit = 3};
+        return {.kind = "omlx",
+                .hardware = m4,
+                .cache = 200'000,
+                .page = 256,
+                .batch = 8,
+                .budget = 2048,
+                .commit = 3};
     if (name == "llama")
         return {.kind = "llama", .hardware = m4, .cache = 58'000, .batch = 4, .budget = 2048};
     throw std::invalid_argument("no engine is called " + std::string(name));

@@ -43,13 +43,13 @@ struct Hardware {
 struct EngineConfig {
     std::string kind; ///< vllm, sglang, mlx, omlx, llama
     Hardware hardware;
-    std::size_t cache = 100'000;  ///< tokens; mlx: entries; llama: of the host's cache
-    std::size_t page = 1;         ///< tokens that are cached together
-    unsigned batch = 256;         ///< decoding at once; llama: slots
-    unsigned prompts = 8;         ///< mlx: in a prefill batch
-    std::size_t budget = 8192;    ///< tokens of a step; mlx: of each prompt
-    double commit = 0;            ///< omlx: from the end of a request to its blocks being visible
-    double slice = 0.5;           ///< mlx: seconds between two looks at its queue
+    std::size_t cache = 100'000; ///< tokens; mlx: entries; llama: of the host's cache
+    std::size_t page = 1;        ///< tokens that are cached together
+    unsigned batch = 256;        ///< decoding at once; llama: slots
+    unsigned prompts = 8;        ///< mlx: in a prefill batch
+    std::size_t budget = 8192;   ///< tokens of a step; mlx: of each prompt
+    double commit = 0;           ///< omlx: from the end of a request to its blocks being visible
+    double slice = 0.5;          ///< mlx: seconds between two looks at its queue
 };
 
 /// vllm and sglang on an H200 with a model of 8B, 100,000 tokens of cache; mlx, omlx and llama on

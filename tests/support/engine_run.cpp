@@ -135,8 +135,7 @@ Suite read_suite(std::istream& in) {
         }
         if (const auto session = string_at(row, "session"); !session.empty()) {
             turn.request.session = session;
-            if (const auto* n = row.if_contains("turn"))
-                turn.request.turn = n->to_number<int>();
+            if (const auto* n = row.if_contains("turn")) turn.request.turn = n->to_number<int>();
             const auto found = last.find(session);
             if (found != last.end()) {
                 turn.first = false;
@@ -184,7 +183,10 @@ RunResult run(const Suite& suite, const EngineConfig& config, const BackendRow& 
     std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> arrivals;
     std::size_t root = 0, open = 0;
     const auto submit = [&](std::size_t i) {
-        core.submit(i + 1, detail::read_prompt(turns[i].request, row), Point::max());
+        auto prompt = detail::read_prompt(turns[i].request, row);
+        prompt.session = turns[i].request.session;
+        prompt.turn = turns[i].request.turn;
+        core.submit(i + 1, std::move(prompt), Point::max());
     };
     const auto more_roots = [&] {
         for (; root < turns.size(); ++root) {
@@ -198,9 +200,9 @@ RunResult run(const Suite& suite, const EngineConfig& config, const BackendRow& 
         more_roots();
         unsigned sent = 0;
         while (const auto pick = core.next(point(now))) {
-            const auto paced = ++sent > row.backlog
-                                   ? (sent - row.backlog) * double(row.accept_interval.count()) / 1e3
-                                   : 0;
+            const auto paced = ++sent > row.backlog ? (sent - row.backlog) *
+                                                          double(row.accept_interval.count()) / 1e3
+                                                    : 0;
             arrivals.emplace(now + options.arrival + paced, std::size_t(pick->id) - 1);
         }
     };

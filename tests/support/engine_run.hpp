@@ -48,9 +48,9 @@ struct RunResult {
     EngineModel::Totals totals;
     std::size_t answered = 0, prompt_tokens = 0;
     double in_flight_mean = 0;
-    unsigned limit = 0;              ///< at the end
-    unsigned after_fifth = 0;        ///< when a fifth was answered
-    unsigned least = ~0u, most = 0;  ///< limits while something waited, in the second half
+    unsigned limit = 0;             ///< at the end
+    unsigned after_fifth = 0;       ///< when a fifth was answered
+    unsigned least = ~0u, most = 0; ///< limits while something waited, in the second half
     std::map<std::size_t, std::size_t> cached; ///< by turn
 };
 

@@ -125,19 +125,22 @@ struct Server {
     bool keeps() const { return config.kind != "mlx"; } // Python's http.server speaks HTTP/1.0
 
     std::string answer(std::string_view status, std::string_view body) const {
-        return fmt::format("HTTP/1.{} {}\r\nContent-Type: application/json\r\n"
-                           "Content-Length: {}\r\n{}\r\n{}",
-                           keeps() ? 1 : 0, status, body.size(),
-                           keeps() ? "" : "Connection: close\r\nServer: BaseHTTP/0.6 Python/3.11\r\n",
-                           body);
+        return fmt::format(
+            "HTTP/1.{} {}\r\nContent-Type: application/json\r\n"
+            "Content-Length: {}\r\n{}\r\n{}",
+            keeps() ? 1 : 0, status, body.size(),
+            keeps() ? "" : "Connection: close\r\nServer: BaseHTTP/0.6 Python/3.11\r\n", body);
     }
 
     std::string get(std::string_view path) const {
         if (path == "/v1/models") {
-            const auto owner = config.kind == "mlx" ? "" : config.kind == "llama" ? "llamacpp" : config.kind;
+            const auto owner = config.kind == "mlx"     ? ""
+                               : config.kind == "llama" ? "llamacpp"
+                                                        : config.kind;
             json::object model{{"id", "model"}, {"object", "model"}};
             if (!owner.empty()) model["owned_by"] = owner;
-            return answer("200 OK", json::serialize(json::object{{"object", "list"}, {"data", json::array{model}}}));
+            return answer("200 OK", json::serialize(json::object{{"object", "list"},
+                                                                 {"data", json::array{model}}}));
         }
         if (path == "/version" && config.kind == "vllm")
             return answer("200 OK", json::serialize(json::object{{"version", options.version}}));
@@ -160,25 +163,28 @@ struct Server {
     asio::awaitable<bool> complete(tcp::socket& socket, const json::object& body) {
         const auto number = [&](const char* name, std::size_t otherwise) {
             const auto* it = body.if_contains(name);
-            return it && it->is_int64() && it->as_int64() > 0 ? std::size_t(it->as_int64()) : otherwise;
+            return it && it->is_int64() && it->as_int64() > 0 ? std::size_t(it->as_int64())
+                                                              : otherwise;
         };
         auto job = render(json::serialize(body), "");
         std::uint32_t h = 2166136261u;
         for (const auto it : job.tokens) h = (h ^ it) * 16777619u;
         const auto length = std::min(number("max_tokens", 128), std::size_t(24 + h % 128));
         job.tokens.resize(job.prompt);
-        for (std::size_t i = 0; i < length; ++i) job.tokens.push_back(h + std::uint32_t(i) * 2654435761u);
+        for (std::size_t i = 0; i < length; ++i)
+            job.tokens.push_back(h + std::uint32_t(i) * 2654435761u);
         const auto id = ++last_id;
         const auto asked = player.ask(id, std::move(job));
         const auto* streamed = body.if_contains("stream");
         const bool stream = streamed && streamed->is_bool() && streamed->as_bool();
         const auto chunk = [&](const json::value& delta, const json::value& finish) {
-            return json::object{{"id", "chatcmpl-1"},
-                                {"object", "chat.completion.chunk"},
-                                {"created", 1},
-                                {"model", "model"},
-                                {"choices", json::array{json::object{
-                                                {"index", 0}, {"delta", delta}, {"finish_reason", finish}}}}};
+            return json::object{
+                {"id", "chatcmpl-1"},
+                {"object", "chat.completion.chunk"},
+                {"created", 1},
+                {"model", "model"},
+                {"choices", json::array{json::object{
+                                {"index", 0}, {"delta", delta}, {"finish_reason", finish}}}}};
         };
         const auto event = [](const std::string& data) { return "data: " + data + "\n\n"; };
         const auto framed = [&](const std::string& text) {
@@ -192,11 +198,13 @@ struct Server {
             if (stream && told < asked->tokens && !std::exchange(head, true))
                 out = fmt::format("HTTP/1.{} 200 OK\r\nContent-Type: text/event-stream\r\n{}\r\n",
                                   keeps() ? 1 : 0,
-                                  keeps() ? "Transfer-Encoding: chunked\r\n" : "Connection: close\r\n");
+                                  keeps() ? "Transfer-Encoding: chunked\r\n"
+                                          : "Connection: close\r\n");
             for (; told < asked->tokens; ++told) {
                 const auto word = fmt::format("w{} ", told);
                 if (stream)
-                    out += framed(event(json::serialize(chunk(json::object{{"content", word}}, nullptr))));
+                    out += framed(
+                        event(json::serialize(chunk(json::object{{"content", word}}, nullptr))));
                 else
                     text += word;
             }
@@ -206,17 +214,18 @@ struct Server {
                 out += framed(event(json::serialize(last)) + event("[DONE]"));
                 if (keeps()) out += "0\r\n\r\n";
             } else if (asked->done) {
-                out = answer("200 OK",
-                             json::serialize(json::object{
-                                 {"id", "chatcmpl-1"},
-                                 {"object", "chat.completion"},
-                                 {"model", "model"},
-                                 {"choices",
-                                  json::array{json::object{
-                                      {"index", 0},
-                                      {"message", json::object{{"role", "assistant"}, {"content", text}}},
-                                      {"finish_reason", "length"}}}},
-                                 {"usage", usage(asked->job, id)}}));
+                out = answer(
+                    "200 OK",
+                    json::serialize(json::object{
+                        {"id", "chatcmpl-1"},
+                        {"object", "chat.completion"},
+                        {"model", "model"},
+                        {"choices",
+                         json::array{json::object{
+                             {"index", 0},
+                             {"message", json::object{{"role", "assistant"}, {"content", text}}},
+                             {"finish_reason", "length"}}}},
+                        {"usage", usage(asked->job, id)}}));
             }
             if (!out.empty()) {
                 const auto [ec, n] = co_await asio::async_write(socket, asio::buffer(out), token);
@@ -237,20 +246,22 @@ struct Server {
         socket.set_option(tcp::no_delay(true));
         std::string in;
         do {
-            const auto [ec, size] =
-                co_await asio::async_read_until(socket, asio::dynamic_buffer(in), "\r\n\r\n", token);
+            const auto [ec, size] = co_await asio::async_read_until(
+                socket, asio::dynamic_buffer(in), "\r\n\r\n", token);
             if (ec) co_return;
             std::string head = in.substr(0, size);
             in.erase(0, size);
-            const auto path = head.substr(head.find(' ') + 1, head.find(' ', head.find(' ') + 1) - head.find(' ') - 1);
+            const auto path = head.substr(head.find(' ') + 1,
+                                          head.find(' ', head.find(' ') + 1) - head.find(' ') - 1);
             std::transform(head.begin(), head.end(), head.begin(),
                            [](unsigned char c) { return char(std::tolower(c)); });
             std::size_t length = 0;
             if (const auto at = head.find("content-length:"); at != head.npos)
                 length = std::strtoul(head.c_str() + at + 15, nullptr, 10);
             if (in.size() < length) {
-                const auto [failed, n] = co_await asio::async_read(
-                    socket, asio::dynamic_buffer(in), asio::transfer_exactly(length - in.size()), token);
+                const auto [failed, n] =
+                    co_await asio::async_read(socket, asio::dynamic_buffer(in),
+                                              asio::transfer_exactly(length - in.size()), token);
                 if (failed) co_return;
             }
             const auto body = in.substr(0, length);
@@ -268,7 +279,8 @@ struct Server {
                 }
             }
             if (!out.empty()) {
-                const auto [failed, n] = co_await asio::async_write(socket, asio::buffer(out), token);
+                const auto [failed, n] =
+                    co_await asio::async_write(socket, asio::buffer(out), token);
                 if (failed) co_return;
             }
         } while (keeps());

@@ -19,7 +19,8 @@ Suite groups(unsigned groups, unsigned each, unsigned shared, unsigned own, unsi
     const auto words = [](unsigned n, unsigned seed) {
         std::string text;
         for (unsigned i = 0; i < n; ++i)
-            text += " w" + std::to_string(seed % 1000) + std::string(1, char('a' + (seed + i) % 26));
+            text +=
+                " w" + std::to_string(seed % 1000) + std::string(1, char('a' + (seed + i) % 26));
         return text;
     };
     unsigned seed = 1;
@@ -31,8 +32,9 @@ Suite groups(unsigned groups, unsigned each, unsigned shared, unsigned own, unsi
             for (unsigned t = 0; t < turns; ++t) {
                 const auto answer = words(output / 3, ++seed);
                 lines << R"({"body":{"messages":[)" << history << R"(]},"answer":")" << answer
-                      << R"(","session":")" << (turns > 1 ? "s" + std::to_string(i * groups + g) : "")
-                      << R"(","turn":)" << t << "}\n";
+                      << R"(","session":")"
+                      << (turns > 1 ? "s" + std::to_string(i * groups + g) : "") << R"(","turn":)"
+                      << t << "}\n";
                 history += R"(,{"role":"assistant","content":")" + answer +
                            R"("},{"role":"user","content":")" + words(20, ++seed) + R"("})";
             }
@@ -77,7 +79,8 @@ const std::vector<std::string> engines{"vllm", "sglang", "mlx", "mlx-cpu", "omlx
 
 } // namespace
 
-TEST_CASE("tokens: runs of letters, digits and signs, and pieces of a text are those of the whole") {
+TEST_CASE(
+    "tokens: runs of letters, digits and signs, and pieces of a text are those of the whole") {
     const auto count = [](std::string_view text) {
         Tokens tokens;
         tokenize(text, tokens);
@@ -106,8 +109,8 @@ TEST_CASE("whatever the order, prefilled and cached tokens are the prompts'") {
                 CHECK(result.answered == 48);
                 CHECK(result.totals.prefilled + result.totals.cached == result.prompt_tokens);
                 CHECK(result.totals.prefilled >= least_prefill(jobs, 1));
-                CHECK(result.seconds >=
-                      least_seconds(config, jobs, suite.chains(), least_prefill(jobs, config.page)));
+                CHECK(result.seconds >= least_seconds(config, jobs, suite.chains(),
+                                                      least_prefill(jobs, config.page)));
             }
 }
 
@@ -176,7 +179,8 @@ TEST_CASE("mlx_lm.server keeps ten prompts, and a hit keeps none the longer") {
     for (std::uint32_t i = 0; i < 12; ++i) jobs.push_back(job(sequence(i * 5000, 200), 4));
     const auto again = [&](std::size_t i) {
         static std::deque<Job> kept;
-        kept.push_back(job(joined(sequence(std::uint32_t(i) * 5000, 200), sequence(900'000, 10)), 4));
+        kept.push_back(
+            job(joined(sequence(std::uint32_t(i) * 5000, 200), sequence(900'000, 10)), 4));
         engine->submit(100 + kept.size(), kept.back());
         work(*engine, 1e3);
         return engine->cached(100 + kept.size());

@@ -42,7 +42,8 @@ ProbeResult probe(const EngineConfig& config, bool reports = true) {
                 if (ids[i] > 0 || sent[i] > now) continue;
                 const auto text = ProbePlan::prompt(step->asks[i], 7, ++serial);
                 const json::object message{{"role", "user"}, {"content", text}};
-                auto job = render(json::serialize(json::object{{"messages", json::array{message}}}), "");
+                auto job =
+                    render(json::serialize(json::object{{"messages", json::array{message}}}), "");
                 job.tokens.resize(job.prompt);
                 for (unsigned t = 0; t < step->asks[i].max_tokens; ++t)
                     job.tokens.push_back(1000 * serial + t);
@@ -56,7 +57,8 @@ ProbeResult probe(const EngineConfig& config, bool reports = true) {
             events.clear();
             now += engine->step(now, events);
             for (const auto& event : events) {
-                const auto i = std::size_t(std::find(ids.begin(), ids.end(), event.id) - ids.begin());
+                const auto i =
+                    std::size_t(std::find(ids.begin(), ids.end(), event.id) - ids.begin());
                 auto& it = seen.at(i);
                 if (it.first_text == 0) it.first_text = now - sent[i];
                 if (step->follow)

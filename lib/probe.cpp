@@ -331,6 +331,10 @@ json::value or_null(const std::optional<T>& value) {
 
 } // namespace
 
+std::string probe_key(std::string_view url, std::string_view profile, std::string_view version) {
+    return fmt::format("{} {} {}", url, profile, version);
+}
+
 bool store_probe(const std::string& folder, std::string_view key, const ProbeResult& result) {
     std::error_code ec;
     std::filesystem::create_directories(folder, ec);

@@ -2,6 +2,7 @@
 
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/detail/retry.hpp"
+#include "evalrt/probe.hpp"
 #include "json_text.hpp"
 #include "recognise.hpp"
 #include "replica_backend.hpp"
@@ -353,6 +354,14 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (failed) co_return failed;
         row = detail::with_profile(row, found);
         version = found.version;
+        if (!options.probe_folder.empty())
+            if (const auto measured = stored_probe(
+                    options.probe_folder, probe_key(options.url, found.profile, found.version))) {
+                std::vector<std::string> notes;
+                row = corrected(row, *measured, notes);
+                for (const auto& note : notes)
+                    if (options.log) options.log(note);
+            }
         fix_in_flight();
         // Of the rows that name their model only mlx_lm.server's lists others, too.
         const auto* known = find_profile_row(found.profile);

@@ -2,6 +2,8 @@
 
 #include "suite.hpp"
 
+#include "evalrt/probe.hpp"
+
 #include <boost/asio/io_context.hpp>
 #include <boost/json/array.hpp>
 #include <boost/json/object.hpp>
@@ -9,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include <cstdlib>
 #include <stdexcept>
 
 namespace evalrt::program {
@@ -137,6 +140,58 @@ int list(bool as_json_text) {
 
 } // namespace
 
+std::string probe_folder() {
+    const auto variable = [](const char* name) {
+        const char* value = std::getenv(name);
+        return std::string(value ? value : "");
+    };
+    if (const auto folder = variable("EVALRT_CACHE"); !folder.empty()) return folder + "/probes";
+    const auto home = variable("HOME");
+#ifndef __APPLE__
+    if (const auto folder = variable("XDG_CACHE_HOME"); !folder.empty())
+        return folder + "/evalrt/probes";
+    return home.empty() ? "" : home + "/.cache/evalrt/probes";
+#else
+    return home.empty() ? "" : home + "/Library/Caches/evalrt/probes";
+#endif
+}
+
+namespace {
+
+// A few short requests. What they show is kept, and said.
+int measure(asio::io_context& io, const BackendsOptions& options, HttpOptions http,
+            ServerKind& kind, json::object& out) {
+    int code = exit_backend;
+    http.model = "";
+    async_probe(io.get_executor(), kind.row, http, [&](error_code ec, ProbeResult result) {
+        std::vector<std::string> notes = result.notes;
+        if (ec) {
+            say(fmt::format("the server could not be measured: {}", ec.message()));
+            for (const auto& note : notes) say(note);
+            return;
+        }
+        code = exit_answered;
+        kind.row = corrected(kind.row, result, notes);
+        out = {{"requests", result.requests}, {"reports_cached", nullptr},
+               {"inferred", result.inferred}, {"page", nullptr},
+               {"batching", nullptr},         {"notes", json::array(notes.begin(), notes.end())}};
+        if (result.reports_cached) out["reports_cached"] = *result.reports_cached;
+        if (result.page) out["page"] = *result.page;
+        if (result.batching) out["batching"] = *result.batching;
+        if (!options.json)
+            for (const auto& note : notes) fmt::print("{}\n", note);
+        const auto folder = probe_folder();
+        if (folder.empty() ||
+            !store_probe(folder, probe_key(options.probe, kind.profile, kind.version), result))
+            say("what was measured could not be kept: set EVALRT_CACHE");
+    });
+    io.restart();
+    io.run();
+    return code;
+}
+
+} // namespace
+
 int backends(const BackendsOptions& options) {
     if (options.probe.empty()) return list(options.json);
     asio::io_context io(1);
@@ -146,13 +201,20 @@ int backends(const BackendsOptions& options) {
     http.ca_file = options.ca_file;
     int code = exit_backend;
     const auto base = *find_backend_row("openai-url");
-    async_recognise(io.get_executor(), base, http, [&](error_code ec, ServerKind kind) {
-        if (ec) {
-            say(kind.reason);
-            if (ec == asio::error::invalid_argument) code = exit_usage;
-            return;
-        }
-        code = exit_answered;
+    ServerKind kind;
+    async_recognise(io.get_executor(), base, http, [&](error_code ec, ServerKind found) {
+        kind = std::move(found);
+        if (!ec) code = exit_answered;
+        if (ec == asio::error::invalid_argument) code = exit_usage;
+    });
+    io.run();
+    if (code != exit_answered) {
+        say(kind.reason);
+        return code;
+    }
+    {
+        json::object measured;
+        if (options.measure) code = measure(io, options, http, kind, measured);
         const bool known = !kind.profile.empty();
         if (options.json) {
             json::object out{{"url", options.probe},
@@ -160,10 +222,11 @@ int backends(const BackendsOptions& options) {
                              {"version", nullptr},
                              {"reason", kind.reason},
                              {"row", as_json(kind.row)}};
+            if (!measured.empty()) out["measured"] = std::move(measured);
             if (known) out["server"] = kind.profile;
             if (!kind.version.empty()) out["version"] = kind.version;
             fmt::print("{}\n", json::serialize(out));
-            return;
+            return code;
         }
         fmt::print("{} {}({})\n", known ? kind.profile : "not recognised",
                    kind.version.empty() ? "" : kind.version + " ", kind.reason);
@@ -172,8 +235,7 @@ int backends(const BackendsOptions& options) {
             fmt::print("requests at once: {}, {}\n", kind.row.in_flight, kind.in_flight_reason);
         if (!kind.row.cached_hint.empty()) fmt::print("{}\n", kind.row.cached_hint);
         table({&kind.row, 1});
-    });
-    io.run();
+    }
     return code;
 }
 

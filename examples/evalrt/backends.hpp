@@ -10,7 +10,11 @@ struct BackendsOptions {
     std::string probe; ///< URL of a server; empty: print the table
     std::string api_key, ca_file;
     bool json = false;
+    bool measure = false; ///< what its cache and its batching do; kept for later runs
 };
+
+/// Where that is kept: in the folder of EVALRT_CACHE, or the user's cache folder.
+std::string probe_folder();
 
 /// Prints to stdout, and returns the exit code.
 int backends(const BackendsOptions& options);

@@ -558,6 +558,10 @@ int main(int argc, char** argv) {
         *app.add_subcommand("backends", "List the model servers that evalrt knows");
     BackendsOptions listed;
     backends_command.add_option("--probe", listed.probe, "Say what the server at this URL is");
+    backends_command
+        .add_flag("--measure", listed.measure,
+                  "Ask it a dozen short requests, and keep what its cache and batching do for runs")
+        ->needs("--probe");
     backends_command.add_flag("--json", listed.json, "Print JSON");
     backends_command.add_option("--ca-file", listed.ca_file,
                                 "PEM file with the certificates to trust");
@@ -603,6 +607,7 @@ int main(int argc, char** argv) {
         return backends(listed);
     }
     if (!only_plan) hint(options);
+    options.common.runtime.probe_folder = probe_folder();
     if (gateway_command.parsed()) {
         if (auto error = settle(options); !error.empty()) return fail(error);
         if (options.common.parity > 0)

@@ -21,8 +21,10 @@ struct ProbeResult {
 /// The row, with what was measured in place of what it claims. `notes`: what is different.
 BackendRow corrected(BackendRow row, const ProbeResult& result, std::vector<std::string>& notes);
 
+/// What a result is kept for.
+std::string probe_key(std::string_view url, std::string_view profile, std::string_view version);
+
 /// Results kept in a folder, one file a server: nothing if there is none, or it cannot be read.
-/// `key`: what the server is (its kind, version and model).
 std::optional<ProbeResult> stored_probe(const std::string& folder, std::string_view key);
 
 /// False: it could not be written.

@@ -26,6 +26,7 @@ struct RuntimeOptions {
     unsigned max_context = 4096;          ///< tokens; only where the server can be told
     unsigned max_in_flight = 0;           ///< 0: the row's, or what the server at url tells
     bool probe = true;                    ///< ask a server at url who it is: a few GETs
+    std::string probe_folder;             ///< where store_probe() keeps what async_probe() measured
     bool ask_first = true; ///< have it name its models and answer one token, before it is open
     Order order = Order::planned;
     std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)};

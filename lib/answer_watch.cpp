@@ -43,7 +43,7 @@ std::vector<std::string> AnswerWatch::answered(const Prepared& prepared,
 }
 
 bool same_model(std::string_view asked, std::string_view answered) {
-    if (asked.empty() || answered.empty()) return true;
+    if (asked.empty() || answered.empty() || asked == answered) return true;
     const auto last = [](std::string_view path) {
         while (path.ends_with('/')) path.remove_suffix(1);
         std::string name(path.substr(path.rfind('/') + 1));

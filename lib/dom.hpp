@@ -47,9 +47,10 @@ inline std::unique_ptr<dom::parser> make_parser() {
 /// a model put out of place must not lose its answer. `text` is then what was parsed.
 class ObjectParser {
 public:
-    bool parse(std::string_view& text, dom::element& object) {
+    /// `padded`: behind the text there is memory for as much as simdjson reads ahead.
+    bool parse(std::string_view& text, dom::element& object, bool padded = false) {
         if (text.empty()) return false; // simdjson would hand its null pointer to memcpy
-        if (parser_->parse(text.data(), text.size()).get(object)) {
+        if (parser_->parse(text.data(), text.size(), !padded).get(object)) {
             repaired_ = repaired_json(text);
             text = repaired_;
             if (parser_->parse(repaired_).get(object)) return false;

@@ -5,16 +5,14 @@
 #include "choices.hpp"
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/detail/retry_after.hpp"
+#include "job.hpp"
 #include "wire.hpp"
 
-#include <boost/asio/as_tuple.hpp>
-#include <boost/asio/awaitable.hpp>
-#include <boost/asio/co_spawn.hpp>
 #include <boost/asio/connect.hpp>
+#include <boost/asio/dispatch.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/ssl.hpp>
 #include <boost/asio/steady_timer.hpp>
-#include <boost/asio/use_awaitable.hpp>
 #include <boost/asio/write.hpp>
 #include <boost/beast/core/flat_buffer.hpp>
 #include <boost/beast/core/read_size.hpp>
@@ -29,6 +27,7 @@
 #include <list>
 #include <set>
 #include <stdexcept>
+#include <type_traits>
 
 #include <sys/socket.h>
 
@@ -65,8 +64,8 @@ struct TakenBody {
 };
 
 using Parser = http::response_parser<TakenBody>;
-
-constexpr auto token = asio::as_tuple(asio::use_awaitable);
+using detail::Job;
+using detail::Patched;
 
 struct Connection {
     // Beast bounds neither a chunk's head nor a trailer: the buffer does.
@@ -85,6 +84,29 @@ struct Connection {
         const auto n = ::recv(socket.native_handle(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
         return n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
     }
+};
+
+// A request in its parts, for one gathering write.
+class Buffers {
+public:
+    using value_type = asio::const_buffer;
+    using const_iterator = const value_type*;
+    static constexpr std::size_t most = 8;
+
+    void push(std::string_view part) { parts_[count_++] = {part.data(), part.size()}; }
+    void skip(std::size_t bytes) {
+        for (auto& part : parts_) {
+            const auto done = std::min(bytes, part.size());
+            part += done;
+            bytes -= done;
+        }
+    }
+    const_iterator begin() const { return parts_.data(); }
+    const_iterator end() const { return parts_.data() + count_; }
+
+private:
+    std::array<value_type, most> parts_;
+    std::size_t count_ = 0;
 };
 
 // As far as it can be shown.
@@ -125,9 +147,19 @@ std::vector<Tcp::endpoint> known_endpoints(const Url& url) {
     return {{address, port}};
 }
 
+// An exchange as the one who minds the clock sees it.
+struct Limited {
+    // When to look again; where a limit has passed, the exchange now ends.
+    virtual Clock::time_point limit(Clock::time_point now) = 0;
+    std::size_t place = 0; // among those that run
+
+protected:
+    ~Limited() = default;
+};
+
 } // namespace
 
-struct HttpBackend::Impl {
+struct HttpBackend::Impl : std::enable_shared_from_this<Impl> {
     Impl(asio::any_io_executor executor_, BackendRow row_, HttpOptions options_, LogSink log_)
         : executor(std::move(executor_)),
           row(std::move(row_)),
@@ -136,7 +168,8 @@ struct HttpBackend::Impl {
           url(parse_url(options.url)),
           known(known_endpoints(url)),
           pacer(row.backlog, row.accept_interval),
-          watch(row, options.max_context) {
+          watch(row, options.max_context),
+          timer(executor) {
         while (!options.api_key.empty() &&
                std::isspace(static_cast<unsigned char>(options.api_key.back())))
             options.api_key.pop_back(); // the end of the line of a key file
@@ -209,6 +242,36 @@ struct HttpBackend::Impl {
         if (log && said.size() < 100 && said.insert(note).second) log(note);
     }
 
+    void begun(Limited& exchange) {
+        exchange.place = running.size();
+        running.push_back(&exchange);
+    }
+
+    void ended(const Limited& exchange) {
+        running[exchange.place] = running.back();
+        running[exchange.place]->place = exchange.place;
+        running.pop_back();
+        if (!running.empty()) return;
+        timer.cancel(); // nothing of ours may keep the context from its end
+        looks_at = Clock::time_point::max();
+    }
+
+    // One timer for all of them: most limits are far away, and move before they are reached.
+    void look(Clock::time_point at) {
+        if (at >= looks_at) return;
+        looks_at = at;
+        timer.expires_at(at);
+        timer.async_wait([weak = weak_from_this()](error_code ec) {
+            auto self = weak.lock();
+            if (ec || !self) return;
+            const auto now = Clock::now();
+            auto next = Clock::time_point::max();
+            for (auto* const exchange : self->running) next = std::min(next, exchange->limit(now));
+            self->looks_at = Clock::time_point::max();
+            self->look(next);
+        });
+    }
+
     asio::any_io_executor executor;
     BackendRow row;
     HttpOptions options;
@@ -224,14 +287,17 @@ struct HttpBackend::Impl {
     std::set<std::string> said;
     std::size_t open = 0; // connections of running exchanges
     bool closed = false;
+    std::vector<Limited*> running;
+    asio::steady_timer timer; // for their time limits
+    Clock::time_point looks_at = Clock::time_point::max();
 };
 
 namespace {
 
-// One exchange from the first byte to the last. The watchdog and a cancellation end it by closing
-// the socket: every operation of the coroutine then returns.
+// One exchange from the first byte to the last. A time limit and a cancellation end it by closing
+// the socket: every operation of the coroutine then returns. Alive as long as one of them runs.
 template <class Impl>
-class Exchange : public std::enable_shared_from_this<Exchange<Impl>> {
+class Exchange final : public Limited, public std::enable_shared_from_this<Exchange<Impl>> {
 public:
     Exchange(std::shared_ptr<Impl> impl, Request request, TextSink on_text,
              Backend::Handler handler)
@@ -239,23 +305,26 @@ public:
           request_(std::move(request)),
           on_text_(std::move(on_text)),
           handler_(std::move(handler)),
-          clock_({}, started_),
-          watchdog_(impl_->executor) {}
+          clock_({}, started_) {
+        impl_->begun(*this);
+    }
+    Exchange(const Exchange&) = delete;
+    Exchange& operator=(const Exchange&) = delete;
+    ~Exchange() {
+        job_.reset();
+        if (!ended_) impl_->ended(*this); // its context has
+    }
 
     void start() {
-        auto self = this->shared_from_this();
         detail::on_cancel(handler_, [weak = this->weak_from_this()] {
             if (auto it = weak.lock()) {
                 it->cancelled_ = true;
                 it->abort();
             }
         });
-        asio::co_spawn(impl_->executor, run(), [self](std::exception_ptr error) {
-            if (error)
-                self->fail(Errc::malformed, "the answer could not be taken in: out of memory, or "
-                                            "the receiver of its text threw");
-            self->end();
-            self->drop_connection();
+        asio::dispatch(impl_->executor, [self = this->shared_from_this()] {
+            self->job_.emplace(self->whole());
+            self->job_->start();
         });
     }
 
@@ -281,20 +350,27 @@ private:
         clock_.content(now);
     }
 
-    // Ends the exchange when a limit passes; the limit may have moved when the timer fires.
     void watch() {
-        const auto limit = clock_.next();
-        if (limit.at == Clock::time_point::max()) return;
-        watchdog_.expires_at(limit.at);
-        watchdog_.async_wait([weak = this->weak_from_this()](error_code ec) {
-            auto self = weak.lock();
-            if (ec || !self || self->ended_) return;
-            if (self->held()) self->still(Clock::now());
-            const auto next = self->clock_.next();
-            if (next.at > Clock::now()) return self->watch();
-            self->late_ = next;
-            self->abort();
-        });
+        if (!ended_) impl_->look(clock_.next().at);
+    }
+
+    Clock::time_point limit(Clock::time_point now) override {
+        if (stopped()) return Clock::time_point::max(); // it is ending
+        if (held()) still(now);
+        const auto next = clock_.next();
+        if (next.at > now) return next.at;
+        late_ = next;
+        abort();
+        return Clock::time_point::max();
+    }
+
+    template <class... Results, class Start>
+    auto wait_for(Start start) {
+        return detail::operation<Results...>(this->shared_from_this(), std::move(start));
+    }
+
+    auto elapsed(asio::steady_timer& timer) {
+        return wait_for<error_code>([&](auto handler) { timer.async_wait(std::move(handler)); });
     }
 
     void fail(Errc errc, std::string detail, error_code cause = {}) {
@@ -305,7 +381,7 @@ private:
 
     void end() {
         if (std::exchange(ended_, true)) return;
-        watchdog_.cancel();
+        impl_->ended(*this);
         const auto now = Clock::now();
         if (cancelled_) {
             fail(Errc::cancelled, "cancelled");
@@ -330,7 +406,18 @@ private:
         connection_.reset();
     }
 
-    asio::awaitable<void> run() {
+    Job<> whole() {
+        try {
+            co_await run();
+        } catch (...) {
+            fail(Errc::malformed, "the answer could not be taken in: out of memory, or the "
+                                  "receiver of its text threw");
+        }
+        end();
+        drop_connection();
+    }
+
+    Job<> run() {
         if (stopped()) co_return;
         auto& prepared = prepared_;
         route_.endpoint = request_.endpoint;
@@ -343,8 +430,6 @@ private:
                                        options.override_model, options.max_tokens);
         }
         for (const auto& note : prepared.notes) impl_->say(note);
-        if (!as_it_is())
-            for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
         if (!prepared.error.empty()) {
             fail(Errc::rejected, prepared.error);
             co_return;
@@ -353,8 +438,11 @@ private:
             fail(Errc::rejected, "the endpoint is no path");
             co_return;
         }
+        if (!as_it_is())
+            for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
         const auto head = impl_->head(route_.endpoint, request_.plain ? request_.method : "",
-                                      prepared.body.view().size());
+                                      prepared.body.size());
+        if (prepared.body.parts() >= Buffers::most) prepared.body = Patched(prepared.body.text());
         for (bool first = true, again = true; std::exchange(again, false); first = false) {
             const bool kept = first && take_idle();
             if (!kept && !co_await connect()) co_return;
@@ -363,9 +451,9 @@ private:
             watch();
             response_ = {};
             response_.stage = Stage::sent;
-            const std::array<asio::const_buffer, 2> out{
-                asio::buffer(head),
-                asio::buffer(prepared.body.view().data(), prepared.body.view().size())};
+            Buffers out;
+            out.push(head);
+            for (std::size_t i = 0; i < prepared.body.parts(); ++i) out.push(prepared.body.part(i));
             if (connection_->tls)
                 co_await talk(*connection_->tls, out);
             else
@@ -397,13 +485,13 @@ private:
     }
 
     // First come, first served; who is cancelled while waiting leaves no gap.
-    asio::awaitable<void> take_turn() {
+    Job<> take_turn() {
         auto& turns = impl_->turns;
         pause_.emplace(impl_->executor);
-        const auto place = turns.insert(turns.end(), &*pause_);
+        const auto turn = turns.insert(turns.end(), &*pause_);
         while (!stopped()) {
             auto at = Clock::time_point::max();
-            if (place == turns.begin()) {
+            if (turn == turns.begin()) {
                 auto pacer = impl_->pacer;
                 const auto now = Clock::now();
                 at = pacer.reserve(now);
@@ -413,13 +501,13 @@ private:
                 }
             }
             pause_->expires_at(at);
-            co_await pause_->async_wait(token);
+            co_await elapsed(*pause_);
         }
-        turns.erase(place);
+        turns.erase(turn);
         if (!turns.empty()) turns.front()->cancel();
     }
 
-    asio::awaitable<bool> connect() {
+    Job<bool> connect() {
         if (impl_->row.accept_interval.count() > 0) co_await take_turn();
         if (stopped()) co_return false;
         clock_ = {impl_->options.limits, Clock::now()};
@@ -430,7 +518,9 @@ private:
             resolving_ = true;
             Tcp::resolver resolver(impl_->executor);
             auto [resolve_error, found] =
-                co_await resolver.async_resolve(url.host, url.port, token);
+                co_await wait_for<error_code, Tcp::resolver::results_type>([&](auto handler) {
+                    resolver.async_resolve(url.host, url.port, std::move(handler));
+                });
             resolving_ = false;
             if (stopped()) co_return false;
             if (resolve_error) {
@@ -443,8 +533,9 @@ private:
         }
         connection_ = std::make_unique<Connection>(impl_->executor, impl_->options.header_limit);
         ++impl_->open;
-        auto [error, endpoint] =
-            co_await asio::async_connect(connection_->socket, endpoints, token);
+        auto [error, endpoint] = co_await wait_for<error_code, Tcp::endpoint>([&](auto handler) {
+            asio::async_connect(connection_->socket, endpoints, std::move(handler));
+        });
         if (stopped()) co_return false;
         if (error) {
             fail(Errc::unreachable,
@@ -455,14 +546,16 @@ private:
         }
         error_code ignored;
         connection_->socket.set_option(Tcp::no_delay(true), ignored);
+        connection_->socket.non_blocking(true, ignored);
         if (!impl_->tls) co_return true;
         auto& tls = connection_->tls.emplace(connection_->socket, *impl_->tls);
         error_code no_address; // which is no server name
         asio::ip::make_address(url.host, no_address);
         if (no_address) SSL_set_tlsext_host_name(tls.native_handle(), url.host.c_str());
         tls.set_verify_callback(asio::ssl::host_name_verification(url.host));
-        auto [handshake_error] =
-            co_await tls.async_handshake(asio::ssl::stream_base::client, token);
+        auto [handshake_error] = co_await wait_for<error_code>([&](auto handler) {
+            tls.async_handshake(asio::ssl::stream_base::client, std::move(handler));
+        });
         if (stopped()) co_return false;
         if (handshake_error) {
             fail(Errc::unreachable,
@@ -496,9 +589,20 @@ private:
     }
 
     template <class Stream>
-    asio::awaitable<void> talk(Stream& stream, std::array<asio::const_buffer, 2> out) {
-        auto [write_error, written] = co_await asio::async_write(stream, out, token);
-        if (stopped()) co_return;
+    Job<> talk(Stream& stream, Buffers out) {
+        error_code write_error;
+        std::size_t written = 0;
+        if constexpr (std::is_same_v<Stream, Tcp::socket>) { // nearly always it has room for all
+            written = stream.write_some(out, write_error);
+            if (write_error == asio::error::would_block) write_error = {};
+        }
+        if (!write_error && written < asio::buffer_size(out)) {
+            out.skip(written);
+            auto [error, n] = co_await wait_for<error_code, std::size_t>(
+                [&](auto handler) { asio::async_write(stream, out, std::move(handler)); });
+            if (stopped()) co_return;
+            write_error = error;
+        }
 
         // A server may answer and close before it has read everything: look for the answer first.
         std::optional<Parser> parser;
@@ -538,10 +642,16 @@ private:
         if (parser->is_done()) keep();
     }
 
+    template <class Stream>
+    auto read(Stream& stream, asio::mutable_buffer space) {
+        return wait_for<error_code, std::size_t>(
+            [&stream, space](auto handler) { stream.async_read_some(space, std::move(handler)); });
+    }
+
     // False: it failed. Beast's own operation holds what one read brings to the limit, but not the
     // sum, and waits for more of what can never become HTTP.
     template <class Stream>
-    asio::awaitable<bool> read_header(Stream& stream, Parser& parser, error_code write_error) {
+    Job<bool> read_header(Stream& stream, Parser& parser, error_code write_error) {
         auto& buffer = connection_->buffer;
         const auto limit = impl_->options.header_limit;
         for (std::size_t parsed = 0;;) {
@@ -564,7 +674,7 @@ private:
             }
             if (ec == http::error::need_more) {
                 const auto space = buffer.prepare(boost::beast::read_size(buffer, 64 << 10));
-                auto [error, n] = co_await stream.async_read_some(space, token);
+                auto [error, n] = co_await read(stream, space);
                 if (stopped()) co_return false;
                 buffer.commit(n);
                 if (!error) continue;
@@ -575,19 +685,19 @@ private:
         }
     }
 
-    asio::awaitable<void> wait_for_receiver() {
+    Job<> wait_for_receiver() {
         pause_.emplace(impl_->executor);
         pause_->expires_at(Clock::time_point::max());
         request_.flow->on_go([weak = this->weak_from_this()] {
             if (auto self = weak.lock()) self->pause_->cancel();
         });
-        co_await pause_->async_wait(token);
+        co_await elapsed(*pause_);
         still(Clock::now());
     }
 
     // Calls take(bytes) for the body until take says false or it ends.
     template <class Stream, class Take>
-    asio::awaitable<error_code> read_body(Stream& stream, Parser& parser, Take take) {
+    Job<error_code> read_body(Stream& stream, Parser& parser, Take take) {
         auto& buffer = connection_->buffer;
         auto& body = parser.get().body();
         body = {&take, [](void* taker, std::string_view bytes) {
@@ -608,7 +718,7 @@ private:
                 }
                 const auto size = boost::beast::read_size(buffer, 64 << 10);
                 if (size == 0) co_return http::error::buffer_overflow;
-                auto [error, n] = co_await stream.async_read_some(buffer.prepare(size), token);
+                auto [error, n] = co_await read(stream, buffer.prepare(size));
                 if (stopped()) co_return asio::error::operation_aborted;
                 buffer.commit(n);
                 ec = error;
@@ -626,7 +736,7 @@ private:
     }
 
     template <class Stream>
-    asio::awaitable<void> read_stream(Stream& stream, Parser& parser) {
+    Job<> read_stream(Stream& stream, Parser& parser) {
         auto reader = detail::make_reader(route_, impl_->row);
         detail::SseParser events(impl_->options.event_limit);
         bool last = false;
@@ -677,11 +787,11 @@ private:
     }
 
     template <class Stream>
-    asio::awaitable<void> read_whole(Stream& stream, Parser& parser, bool good) {
+    Job<> read_whole(Stream& stream, Parser& parser, bool good) {
         std::string body;
         const auto limit = impl_->options.body_limit;
         if (const auto length = parser.content_length(); length && *length < 1 << 20)
-            body.reserve(std::size_t(*length));
+            body.reserve(std::size_t(*length) + 64); // its parser reads ahead
         const auto ec = co_await read_body(stream, parser, [&](std::string_view bytes) {
             body.append(bytes);
             return body.size() <= limit;
@@ -713,10 +823,10 @@ private:
     // The answer is complete, but its message is not: it may end within a moment, for which the
     // caller does not wait.
     template <class Stream>
-    asio::awaitable<void> drain(Stream& stream, Parser& parser) {
+    Job<> drain(Stream& stream, Parser& parser) {
         end();
-        watchdog_.expires_after(std::chrono::milliseconds(100));
-        watchdog_.async_wait([weak = this->weak_from_this()](error_code ec) {
+        asio::steady_timer patience(impl_->executor, std::chrono::milliseconds(100));
+        patience.async_wait([weak = this->weak_from_this()](error_code ec) {
             if (auto self = weak.lock(); self && !ec) {
                 self->late_.emplace();
                 self->abort();
@@ -726,7 +836,6 @@ private:
         co_await read_body(stream, parser, [&](std::string_view bytes) {
             return (drained += bytes.size()) < 64 << 10;
         });
-        watchdog_.cancel();
     }
 
     void keep() {
@@ -748,13 +857,13 @@ private:
     const Clock::time_point started_ = Clock::now();
     Clock::time_point sent_ = started_;
     detail::ExchangeClock clock_;
-    asio::steady_timer watchdog_;
     std::optional<asio::steady_timer> pause_; // before connecting, where that is paced
     std::unique_ptr<Connection> connection_;
     std::optional<detail::ExchangeClock::Limit> late_;
     bool resolving_ = false;
     bool cancelled_ = false;
     bool ended_ = false;
+    std::optional<Job<>> job_; // the last one: its frames look at all the others
 };
 
 } // namespace
@@ -775,7 +884,8 @@ std::size_t HttpBackend::connections() const { return impl_->open + impl_->idle.
 
 void HttpBackend::start_complete(Request request, TextSink on_text, Handler handler) {
     auto ask = [impl = impl_](Request one, TextSink sink, Handler done) {
-        std::make_shared<Exchange<Impl>>(impl, std::move(one), std::move(sink), std::move(done))
+        std::allocate_shared<Exchange<Impl>>(detail::SpareAllocator<Exchange<Impl>>(), impl,
+                                             std::move(one), std::move(sink), std::move(done))
             ->start();
     };
     const auto n = request.plain ? 1 : detail::repetitions(request, impl_->row);

@@ -4,11 +4,19 @@
 #include <boost/json/serialize.hpp>
 
 #include <fmt/format.h>
+#include <simdjson.h>
 
+#include <algorithm>
+#include <bit>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace evalrt::detail {
 namespace {
@@ -78,6 +86,146 @@ struct Walker {
         skip_space();
         if (p == end || *p != bracket) return false;
         ++p;
+        return true;
+    }
+};
+
+// Accepts the JSON that requests are made of. It is never wrong to say no.
+struct Certain {
+    const char* p;
+    const char* end;
+    unsigned depth = 0;
+    bool ascii = true;
+
+    void skip_space() {
+        while (p != end && space(*p)) ++p;
+    }
+
+    // To the first quote, backslash or control character.
+    void skip_text() {
+#if defined(__SSE2__)
+        const auto quote = _mm_set1_epi8('"'), slash = _mm_set1_epi8('\\'),
+                   control = _mm_set1_epi8(0x1f);
+        for (; end - p >= 16; p += 16) {
+            const auto text = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+            const auto found =
+                _mm_or_si128(_mm_or_si128(_mm_cmpeq_epi8(text, quote), _mm_cmpeq_epi8(text, slash)),
+                             _mm_cmpeq_epi8(_mm_min_epu8(text, control), text));
+            if (_mm_movemask_epi8(text) != 0) ascii = false; // what is behind the place counts too
+            if (const auto mask = unsigned(_mm_movemask_epi8(found)); mask != 0) {
+                p += std::countr_zero(mask);
+                return;
+            }
+        }
+#endif
+        for (; p != end; ++p) {
+            const auto c = static_cast<unsigned char>(*p);
+            if (c == '"' || c == '\\' || c < ' ') return;
+            if (c >= 0x80) ascii = false;
+        }
+    }
+
+    bool string() {
+        if (p == end || *p != '"') return false;
+        ++p;
+        for (;;) {
+            skip_text();
+            if (p == end) return false;
+            if (*p == '"') return ++p, true;
+            if (*p != '\\' || end - p < 2) return false;
+            if (p[1] == 'u') {
+                if (end - p < 6) return false;
+                for (int i = 2; i < 6; ++i)
+                    if (!std::isxdigit(static_cast<unsigned char>(p[i]))) return false;
+                if (p[2] == 'd' || p[2] == 'D') return false; // it may be half a pair
+                p += 6;
+            } else {
+                if (!std::strchr("\"\\/bfnrt", p[1]) || p[1] == 0) return false;
+                p += 2;
+            }
+        }
+    }
+
+    std::size_t digits() {
+        const char* const begin = p;
+        while (p != end && *p >= '0' && *p <= '9') ++p;
+        return std::size_t(p - begin);
+    }
+
+    bool number() { // of those that fit everywhere
+        if (*p == '-') ++p;
+        const bool zero = p != end && *p == '0';
+        const auto whole = digits();
+        if (whole == 0 || whole > 15 || (zero && whole > 1)) return false;
+        if (p == end || *p != '.') return true;
+        ++p;
+        const auto rest = digits();
+        return rest > 0 && rest <= 30;
+    }
+
+    bool word(std::string_view text) {
+        if (std::string_view(p, std::size_t(end - p)).substr(0, text.size()) != text) return false;
+        p += text.size();
+        return true;
+    }
+
+    bool value() {
+        if (p == end) return false;
+        switch (*p) {
+        case '"': return string();
+        case '{': return object(nullptr);
+        case '[': return array();
+        case 't': return word("true");
+        case 'f': return word("false");
+        case 'n': return word("null");
+        default: return (*p == '-' || (*p >= '0' && *p <= '9')) && number();
+        }
+    }
+
+    // To the next item, or past the closing bracket: that ends the loop, `more` being false.
+    bool separator(char close, bool& more) {
+        skip_space();
+        if (p == end || (*p != ',' && *p != close)) return false;
+        more = *p++ == ',';
+        if (more) skip_space();
+        return true;
+    }
+
+    bool empty(char close) {
+        ++p;
+        skip_space();
+        if (p == end || *p != close) return false;
+        ++p;
+        return true;
+    }
+
+    bool object(std::vector<Member>* list) {
+        if (empty('}')) return true;
+        if (++depth > 64) return false;
+        for (bool more = true; more;) {
+            const char* const begin = p;
+            if (!string()) return false;
+            const std::string_view key(begin + 1, std::size_t(p - begin - 2));
+            skip_space();
+            if (p == end || *p++ != ':') return false;
+            skip_space();
+            const char* const from = p;
+            if (!value()) return false;
+            if (list)
+                list->push_back(
+                    {key, {from, std::size_t(p - from)}, {begin, std::size_t(p - begin)}});
+            if (!separator('}', more)) return false;
+        }
+        --depth;
+        return true;
+    }
+
+    bool array() {
+        if (empty(']')) return true;
+        if (++depth > 64) return false;
+        for (bool more = true; more;)
+            if (!value() || !separator(']', more)) return false;
+        --depth;
         return true;
     }
 };
@@ -170,6 +318,16 @@ std::vector<Member> members(std::string_view object) {
     return found;
 }
 
+bool certain_members(std::string_view text, std::vector<Member>& list) {
+    list.clear();
+    list.reserve(16);
+    Certain it{text.data(), text.data() + text.size()};
+    it.skip_space();
+    if (it.p == it.end || *it.p != '{' || !it.object(&list)) return false;
+    it.skip_space();
+    return it.p == it.end && (it.ascii || simdjson::validate_utf8(text.data(), text.size()));
+}
+
 std::vector<std::string_view> elements(std::string_view array) {
     std::vector<std::string_view> found;
     Walker walk{array.data(), array.data() + array.size()};
@@ -184,46 +342,98 @@ std::optional<std::string_view> member(std::span<const Member> object, std::stri
     return {};
 }
 
+namespace {
+
+// Out: keep() what is the object's own, add() the rest.
+template <class Out>
+void write_changes(std::string_view object, std::span<const Member> list,
+                   std::span<const Change> changes, Out& out) {
+    const char* const open = object.data() + object.find('{') + 1;
+    const char* behind = open; // the end of the member before
+    bool any = false;
+    const auto keep = [&](const char* from, const char* to) {
+        if (from != to) out.keep({from, std::size_t(to - from)});
+    };
+    keep(object.data(), open);
+    for (const auto& it : list) {
+        const Change* change = nullptr;
+        for (const auto& one : changes)
+            if (one.key == it.key) change = &one;
+        if (!change || change->value) {
+            // The bytes between two members as they were; a comma only where one goes before.
+            if (any == (behind != open))
+                keep(behind, it.text.data());
+            else if (any)
+                out.add(", ");
+            keep(it.text.data(), change ? it.value.data() : it.text.data() + it.text.size());
+            if (change) out.add(*change->value);
+            any = true;
+        }
+        behind = it.text.data() + it.text.size();
+    }
+    for (const auto& change : changes) {
+        if (!change.value || member(list, change.key)) continue;
+        if (any) out.add(", ");
+        out.add("\"");
+        out.add(change.key);
+        out.add("\": ");
+        out.add(*change.value);
+        any = true;
+    }
+    keep(behind, object.data() + object.size());
+}
+
+struct ToString {
+    std::string text;
+    void keep(std::string_view part) { text += part; }
+    void add(std::string_view part) { text += part; }
+};
+
+} // namespace
+
 std::string with_changes(std::string_view object, std::span<const Change> changes) {
     return with_changes(object, members(object), changes);
 }
 
 std::string with_changes(std::string_view object, std::span<const Member> list,
                          std::span<const Change> changes) {
-    std::vector<bool> done(changes.size());
-    std::string out;
-    out.reserve(object.size() + 128);
-    const char* const open = object.data() + object.find('{') + 1;
-    const char* behind = open; // the end of the member before
-    bool any = false;
-    const auto separator = [&](const char* begin) {
-        // The bytes between two members as they were; a comma only where one goes before.
-        if (any == (behind != open)) return out.append(behind, begin);
-        return any ? out.append(", ") : out;
-    };
-    out.append(object.data(), open);
-    for (const auto& it : list) {
-        const Change* change = nullptr;
-        for (std::size_t i = 0; i < changes.size(); ++i)
-            if (changes[i].key == it.key) change = &changes[i], done[i] = true;
-        if (!change || change->value) {
-            separator(it.text.data());
-            if (change) {
-                out.append(it.text.data(), it.value.data()).append(*change->value);
-            } else {
-                out.append(it.text);
-            }
-            any = true;
-        }
-        behind = it.text.data() + it.text.size();
-    }
-    for (std::size_t i = 0; i < changes.size(); ++i) {
-        if (done[i] || !changes[i].value) continue;
-        if (any) out += ", ";
-        out.append(1, '"').append(changes[i].key).append("\": ").append(*changes[i].value);
-        any = true;
-    }
-    return out.append(behind, object.data() + object.size());
+    ToString out;
+    out.text.reserve(object.size() + 128);
+    write_changes(object, list, changes, out);
+    return std::move(out.text);
+}
+
+Patched::Patched(Text object, std::span<const Member> list, std::span<const Change> changes)
+    : original_(std::move(object)) {
+    parts_.reserve(4);
+    write_changes(original_, list, changes, *this);
+}
+
+void Patched::keep(std::string_view text) {
+    const auto at = std::size_t(text.data() - original_.view().data());
+    if (!parts_.empty() && !parts_.back().added && parts_.back().at + parts_.back().size == at)
+        parts_.back().size += text.size();
+    else
+        parts_.push_back({false, at, text.size()});
+}
+
+void Patched::add(std::string_view text) {
+    if (!parts_.empty() && parts_.back().added)
+        parts_.back().size += text.size();
+    else
+        parts_.push_back({true, added_.size(), text.size()});
+    added_ += text;
+}
+
+Text Patched::text() const {
+    if (parts_.empty()) return {};
+    if (parts_.size() == 1 && part(0).data() == original_.view().data() &&
+        part(0).size() == original_.view().size())
+        return original_;
+    std::string whole;
+    whole.reserve(size());
+    for (std::size_t i = 0; i < parts_.size(); ++i) whole += part(i);
+    return Text(std::move(whole));
 }
 
 std::string json_string(std::string_view text) {
@@ -231,6 +441,12 @@ std::string json_string(std::string_view text) {
 }
 
 std::string from_json_string(std::string_view text) {
+    if (text.size() >= 2 && text.front() == '"' && text.back() == '"') {
+        const auto plain = text.substr(1, text.size() - 2);
+        if (std::all_of(plain.begin(), plain.end(),
+                        [](char c) { return c >= ' ' && c < 0x7f && c != '"' && c != '\\'; }))
+            return std::string(plain);
+    }
     boost::system::error_code ec;
     const auto value = boost::json::parse({text.data(), text.size()}, ec);
     return !ec && value.is_string() ? std::string(value.get_string()) : std::string();

@@ -3,6 +3,8 @@
 #ifndef EVALRT_LIB_JSON_TEXT_HPP
 #define EVALRT_LIB_JSON_TEXT_HPP
 
+#include "evalrt/request.hpp"
+
 #include <optional>
 #include <span>
 #include <string>
@@ -18,6 +20,11 @@ struct Member {
 };
 
 std::vector<Member> members(std::string_view object);
+
+/// The same for text of which nothing is known. False: it is not certain to be a valid object;
+/// what is rare is not looked into, and a parser has to tell.
+bool certain_members(std::string_view text, std::vector<Member>& list);
+
 std::vector<std::string_view> elements(std::string_view array);
 
 /// The value of a member of `object`; nothing: it has none.
@@ -27,6 +34,43 @@ std::optional<std::string_view> member(std::span<const Member> object, std::stri
 struct Change {
     std::string_view key;
     std::optional<std::string> value; ///< JSON text; nothing: drop the member
+};
+
+/// Text in parts: of the text that it was made from, which is not copied, and new ones.
+class Patched {
+public:
+    Patched() = default;
+    Patched(Text original) : original_(std::move(original)) {
+        if (!original_.empty()) parts_.push_back({false, 0, original_.view().size()});
+    }
+    /// An object with changes to its top level: see with_changes.
+    Patched(Text object, std::span<const Member> list, std::span<const Change> changes);
+
+    std::size_t parts() const { return parts_.size(); }
+    std::string_view part(std::size_t i) const {
+        const auto& it = parts_[i];
+        return (it.added ? std::string_view(added_) : original_.view()).substr(it.at, it.size);
+    }
+    std::size_t size() const {
+        std::size_t sum = 0;
+        for (const auto& it : parts_) sum += it.size;
+        return sum;
+    }
+    /// In one piece.
+    Text text() const;
+
+    // What with_changes() writes to; `text` of keep() is a part of the original.
+    void keep(std::string_view text);
+    void add(std::string_view text);
+
+private:
+    struct Part {
+        bool added;
+        std::size_t at, size;
+    };
+    Text original_;
+    std::string added_;
+    std::vector<Part> parts_;
 };
 
 /// The object with these changes; all else byte for byte as it was. A new member goes to the end.

@@ -129,10 +129,12 @@ public:
     }
 
     void whole(std::string body, Response& response) override {
+        body.reserve(body.size() + simdjson::SIMDJSON_PADDING);
         auto json = trimmed_json(body);
         if (json.empty()) return fail(response, Errc::malformed, "the server sent an empty answer");
         dom::element answer;
-        if (!parser_.parse(json, answer)) return fail(response, Errc::malformed, not_json(json));
+        if (!parser_.parse(json, answer, true))
+            return fail(response, Errc::malformed, not_json(json));
         read_usage(answer, response.usage);
         if (const auto error = error_of(answer)) return fail(response, *error);
         response.request_id = string_of(answer["id"]);
@@ -148,8 +150,8 @@ public:
         const auto first = choices.at(0);
         if (chat_ ? !first["message"].is_object() : bool(first["text"].error()))
             return fail(response, Errc::malformed,
-                        fmt::format("the answer's choice has no {}: {}",
-                                    chat_ ? "message" : "text", shortened(json)));
+                        fmt::format("the answer's choice has no {}: {}", chat_ ? "message" : "text",
+                                    shortened(json)));
         response.text = string_of(chat_ ? first["message"]["content"] : first["text"]);
         response.finish_reason = string_of(first["finish_reason"]);
         if (json.data() != body.data()) body = std::string(json);
@@ -476,16 +478,20 @@ void fix_for(const BackendRow& row, std::span<const Member> list, std::vector<Ch
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model) {
     Prepared prepared;
-    if (auto error = check_object(request.body)) {
-        prepared.error = "the request's body is " + *error;
-        return prepared;
+    std::vector<Member> list;
+    if (!certain_members(request.body, list)) {
+        if (auto error = check_object(request.body)) {
+            prepared.error = "the request's body is " + *error;
+            return prepared;
+        }
+        list = members(request.body);
     }
-    const auto list = members(request.body);
     const auto has = [&](std::string_view key) {
         const auto value = member(list, key);
         return value && *value != "null";
     };
     std::vector<Change> changes;
+    changes.reserve(4);
 
     if (!model.empty() && (override_model || !has("model")))
         changes.push_back({"model", json_string(model)});
@@ -537,8 +543,7 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
         prepared.model = model;
     else if (has("model"))
         prepared.model = from_json_string(*member(list, "model"));
-    prepared.body =
-        changes.empty() ? request.body : Text(with_changes(request.body, list, changes));
+    prepared.body = changes.empty() ? Patched(request.body) : Patched(request.body, list, changes);
     return prepared;
 }
 

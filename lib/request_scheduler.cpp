@@ -164,7 +164,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         auto on_text = [weak = weak_from_this(), id = pick.id](std::string_view piece) {
             if (auto self = weak.lock()) self->text(id, piece);
         };
-        auto done = [self = shared_from_this(), id = pick.id](error_code, Response response) {
+        auto done = [self = shared_from_this(), id = pick.id](error_code, Response&& response) {
             self->returned(id, std::move(response));
         };
         Request request = item.request;
@@ -172,7 +172,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         request.shared_bytes = shared.bytes(item.domain, item.ends);
         inner.async_complete(
             std::move(request), std::move(on_text),
-            asio::bind_executor(executor, asio::bind_cancellation_slot(item.cancel.slot(), done)));
+            asio::bind_executor(executor,
+                                asio::bind_cancellation_slot(item.cancel.slot(), std::move(done))));
     }
 
     std::string explained(const Item& item, Clock::time_point now) {
@@ -208,7 +209,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     }
 
     // A connection that breaks may be the first sign of the server's death.
-    void returned(RequestId id, Response response) {
+    void returned(RequestId id, Response&& response) {
         if (response.outcome != Errc::timed_out) last_progress = Clock::now();
         const bool broke = response.outcome == Errc::unreachable ||
                            response.outcome == Errc::truncated ||
@@ -228,7 +229,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         for (auto& [id, response] : std::exchange(held, {})) ended(id, std::move(response));
     }
 
-    void ended(RequestId id, Response response) {
+    void ended(RequestId id, Response&& response) {
         const auto now = Clock::now();
         auto& item = *items.at(id);
         if (response.outcome) {
@@ -255,7 +256,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         pump_soon();
     }
 
-    void finish(RequestId id, Response response, Clock::time_point now) {
+    void finish(RequestId id, Response&& response, Clock::time_point now) {
         auto item = std::move(items.extract(id).mapped());
         if (item->sent == Clock::time_point{}) {
             response.timing.queued = now - item->submitted;

@@ -249,7 +249,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             const auto route = detail::route(request.endpoint, row);
             auto prepared = detail::prepare(request, row, route, given.model, given.override_model,
                                             given.max_tokens);
-            return prepared.error.empty() ? prepared.body : request.body;
+            return prepared.error.empty() ? prepared.body.text() : request.body;
         };
         return run;
     }

@@ -304,8 +304,8 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     add(member(list, "prompt"));
     bool before_tools = !row.tools_before_system;
     for (const auto message : elements(member(list, "messages").value_or("[]"))) {
-        if (std::exchange(before_tools, false)) {
-            const auto role = from_json_string(member(members(message), "role").value_or("\"\""));
+        if (std::exchange(before_tools, false) && tools) {
+            const auto role = from_json_string(member(members(message), "role").value_or(""));
             if (role != "system" && role != "developer") {
                 add(tools);
                 add(message);

@@ -6,6 +6,7 @@
 #include "evalrt/detail/sse_parser.hpp"
 #include "evalrt/prefix_planner.hpp"
 #include "evalrt/request.hpp"
+#include "json_text.hpp"
 
 #include <memory>
 #include <span>
@@ -55,7 +56,7 @@ Errc classify(int status, const ServerError& error);
 
 /// The body that goes out: the request's own, but for what the row and the options fix.
 struct Prepared {
-    Text body;
+    Patched body;
     bool stream = false;            ///< it asks for a stream
     std::vector<std::string> notes; ///< what was changed and why, to be said once
     std::string error;              ///< not empty: the body cannot be sent, and why

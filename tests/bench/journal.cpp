@@ -77,7 +77,7 @@ JournalRun run_of() {
     JournalRun run;
     run.identity = {{"backend", "openai-url"}, {"url", "http://127.0.0.1:8000/v1"}, {"model", "m"}};
     run.sent = [row = *find_backend_row("openai-url")](const Request& request) {
-        return detail::prepare_openai(request, row, "m", false).body;
+        return detail::prepare_openai(request, row, "m", false).body.text();
     };
     return run;
 }

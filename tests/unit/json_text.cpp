@@ -1,4 +1,5 @@
 #include "json_text.hpp"
+#include "wire.hpp"
 
 #include "support/catch.hpp"
 
@@ -331,4 +332,82 @@ TEST_CASE("text that was cut short is closed behind what is whole of it") {
              {"{\"a\": [[]], \"b\": nul", "{\"a\": [[]]}"},
              {"{\"a\": 1}", "{\"a\": 1}"}})
         CHECK(closed_json(cut) == closed);
+}
+
+TEST_CASE("what is taken for a valid object without a parser is one, with the same members") {
+    Author author{std::mt19937(7)};
+    std::vector<Member> found;
+    const auto check = [&](const std::string& text) {
+        if (!certain_members(text, found)) return false;
+        CAPTURE(text);
+        CHECK_FALSE(check_object(text));
+        const auto list = members(text);
+        REQUIRE(found.size() == list.size());
+        for (std::size_t i = 0; i < list.size(); ++i) {
+            CHECK(found[i].key == list[i].key);
+            CHECK(found[i].value == list[i].value);
+            CHECK(found[i].text == list[i].text);
+        }
+        return true;
+    };
+    static constexpr const char* bytes[] = {
+        "\"",   "\\", "{",    "}",    "[", "]", ",", ":",  "0",       "-",     ".",    "e",
+        "\x1f", "\0", "\xC3", "\xff", "u", "n", " ", "\n", "\\ud83d", "\\u00", "true", "01"};
+    std::size_t whole = 0, harmed = 0;
+    for (int i = 0; i < 20'000; ++i) {
+        auto text = author.space() + author.object(0) + author.space();
+        whole += check(text);
+        for (int change = 0; change < 3; ++change) { // each on top of the ones before
+            const auto at = author.below(text.size());
+            const std::string_view bit = bytes[author.below(std::size(bytes))];
+            text.replace(at, author.below(3), bit.empty() ? std::string_view("\0", 1) : bit);
+            harmed += check(text);
+        }
+    }
+    CHECK(whole > 5'000);
+    CHECK(harmed > 1'000);
+}
+
+TEST_CASE("requests as they are need no parser, and what is unusual does") {
+    std::vector<Member> found;
+    const std::string text(100, 'w');
+    for (const auto& it :
+         {std::string("{}"), std::string(" { } "),
+          R"({"messages":[{"role":"user","content":")" + text +
+              R"(\n\"\u00e9"}],"max_tokens":256})",
+          R"({"a":"\u20ac 5","t":0.75,"m":-1,"s":true,"n":null,"x":[[],{},[1,2]]})" +
+              text.substr(100),
+          "{\"a\":\"\xE2\x82\xAC" + text + "\"}"})
+        CHECK(certain_members(it, found));
+    for (const auto& it :
+         {std::string(), std::string(" "), std::string("[]"), std::string("{\"a\":1"),
+          std::string("{\"a\":1}}"), std::string("{\"a\":1,}"), std::string("{\"a\" 1}"),
+          std::string("{\"a\":01}"), std::string("{\"a\":1.}"), std::string("{\"a\":-}"),
+          std::string("{\"a\":tru}"), std::string("{\"a\":\"\\x\"}"),
+          std::string("{\"a\":\"\\ud800\"}"), "{\"a\":\"" + text + "\n\"}",
+          "{\"a\":\"" + text + "\xff\"}", "{\"a\":" + std::string(300, '[')})
+        CHECK_FALSE(certain_members(it, found));
+}
+
+TEST_CASE("a patched text is the changed one, and copies nothing of the original") {
+    Author author{std::mt19937(11)};
+    for (int i = 0; i < 2000; ++i) {
+        const evalrt::Text original(author.space() + author.object(0) + author.space());
+        const auto list = members(original);
+        std::vector<Change> changes{set("new", "[1, 2]")};
+        for (const auto& it : list)
+            if (const auto choice = author.below(3); choice > 0)
+                changes.push_back({it.key, choice == 1 ? std::optional<std::string>() : "\"x\""});
+        const Patched patched(original, list, changes);
+        CHECK(patched.text().view() == with_changes(original, list, changes));
+        CHECK(patched.size() == patched.text().view().size());
+    }
+    const evalrt::Text body(R"({"messages": [{"role": "user", "content": "long"}]})");
+    const Patched patched(body, members(body), std::vector<Change>{set("stream", "true")});
+    REQUIRE(patched.parts() == 3);
+    CHECK(patched.part(0).data() == body.view().data());
+    CHECK(patched.part(1) == R"(, "stream": true)");
+    CHECK(patched.part(2) == "}");
+    CHECK(Patched(body).text().view().data() == body.view().data());
+    CHECK(Patched(evalrt::Text()).parts() == 0);
 }

@@ -12,6 +12,7 @@
 
 #include <memory>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace evalrt::detail {
@@ -19,17 +20,24 @@ namespace evalrt::detail {
 /// Runs `handler` on its own executor, never before this returns. The slot is cleared first: it
 /// outlives the operation, and a late signal must not reach what is gone.
 template <class Handler, class... Args>
-void complete(asio::any_io_executor executor, Handler handler, Args... args) {
+void complete(const asio::any_io_executor& executor, Handler handler, Args&&... args) {
     if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
         slot.clear();
     const auto target = asio::get_associated_executor(handler, executor);
     // On its way it is moved many times: as one pointer.
-    using Call = std::pair<Handler, std::tuple<Args...>>;
-    auto call = std::make_unique<Call>(std::move(handler), std::tuple(std::move(args)...));
-    asio::post(executor, asio::bind_executor(target, [call = std::move(call)]() mutable {
-                   const auto last = std::move(call);
-                   std::apply(std::move(last->first), std::move(last->second));
-               }));
+    using Call = std::pair<Handler, std::tuple<std::decay_t<Args>...>>;
+    auto call =
+        std::make_unique<Call>(std::piecewise_construct, std::forward_as_tuple(std::move(handler)),
+                               std::forward_as_tuple(std::forward<Args>(args)...));
+    auto run = [call = std::move(call)]() mutable {
+        const auto last = std::move(call);
+        std::apply(std::move(last->first), std::move(last->second));
+    };
+    // Most often it is the same one, and then bound to it once is enough.
+    if (target == decltype(target)(executor))
+        asio::post(executor, std::move(run));
+    else
+        asio::post(executor, asio::bind_executor(target, std::move(run)));
 }
 
 /// Calls `cancel` when the operation behind `handler` is cancelled, whatever the type.

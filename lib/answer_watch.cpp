@@ -9,12 +9,16 @@ namespace evalrt::detail {
 
 std::vector<std::string> AnswerWatch::sent(const Prepared& prepared) {
     if (processors_mix_) return {};
-    (prepared.processors ? with_ : without_) = true;
-    if (!with_ || !without_) return {};
-    return {fmt::format("WARNING: some requests have a penalty or logit_bias and others have none; "
-                        "a batch of both can stop {} for good. Give them all one, or run them "
-                        "apart",
+    ++(prepared.processors ? with_ : without_);
+    if (with_ == 0 || without_ == 0) return {};
+    return {fmt::format("WARNING: a request with a penalty or logit_bias and one without are on "
+                        "their way at once; a batch of both can stop {} for good. Give them all "
+                        "one, or run them apart",
                         name_)};
+}
+
+void AnswerWatch::ended(const Prepared& prepared) {
+    if (!processors_mix_) --(prepared.processors ? with_ : without_);
 }
 
 std::vector<std::string> AnswerWatch::answered(const Prepared& prepared,

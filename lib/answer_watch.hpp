@@ -18,13 +18,14 @@ public:
           max_context_(max_context) {}
 
     std::vector<std::string> sent(const Prepared& prepared);
+    void ended(const Prepared& prepared); ///< one that was sent
     std::vector<std::string> answered(const Prepared& prepared, const Response& response) const;
 
 private:
     std::string name_;
     bool processors_mix_, always_stop_, cuts_prompt_;
     unsigned max_context_;
-    bool with_ = false, without_ = false; // requests with a logits processor, and without
+    unsigned with_ = 0, without_ = 0; // on the way with a logits processor, and without
 };
 
 /// Whether a server that was asked for a model may call it so: "gpt-x" and "gpt-x-2025-01-31",

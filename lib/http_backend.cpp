@@ -382,6 +382,7 @@ private:
     void end() {
         if (std::exchange(ended_, true)) return;
         impl_->ended(*this);
+        if (watched_) impl_->watch.ended(prepared_);
         const auto now = Clock::now();
         if (cancelled_) {
             fail(Errc::cancelled, "cancelled");
@@ -438,8 +439,10 @@ private:
             fail(Errc::rejected, "the endpoint is no path");
             co_return;
         }
-        if (!as_it_is())
+        if (!as_it_is()) {
+            watched_ = true;
             for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
+        }
         const auto head = impl_->head(route_.endpoint, request_.plain ? request_.method : "",
                                       prepared.body.size());
         if (prepared.body.parts() >= Buffers::most) prepared.body = Patched(prepared.body.text());
@@ -863,6 +866,7 @@ private:
     bool resolving_ = false;
     bool cancelled_ = false;
     bool ended_ = false;
+    bool watched_ = false;     // by the one who warns of what must not be on the way at once
     std::optional<Job<>> job_; // the last one: its frames look at all the others
 };
 

@@ -465,15 +465,20 @@ void fix_for(const BackendRow& row, std::span<const Member> list, std::vector<Ch
         note("requests have no \"temperature\": {} then takes {}; send one to choose", row.name,
              *row.default_temperature);
     prepared.tools_bytes = given("tools").value_or("").size();
-    // As mlx_lm makes its processors: none for what is empty or 0.
-    for (const auto key :
-         {"logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"})
-        if (const auto value = given(key); value && !says_nothing(key, *value))
-            prepared.processors |=
-                value->starts_with('{') || std::strtod(std::string(*value).c_str(), nullptr) != 0;
+    prepared.processors = has_processors(list);
 }
 
 } // namespace
+
+// As mlx_lm makes its processors: none for what is empty or 0.
+bool has_processors(std::span<const Member> body) {
+    for (const auto key :
+         {"logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty"})
+        if (const auto value = member(body, key); value && !says_nothing(key, *value))
+            if (value->starts_with('{') || std::strtod(std::string(*value).c_str(), nullptr) != 0)
+                return true;
+    return false;
+}
 
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model) {

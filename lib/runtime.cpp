@@ -1,5 +1,6 @@
 #include "evalrt/runtime.hpp"
 
+#include "apart_planner.hpp"
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/detail/retry.hpp"
 #include "evalrt/probe.hpp"
@@ -321,7 +322,11 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         auto planning = planner_options(row);
         planning.in_order = options.order == Order::fifo;
         if (more.empty()) {
-            planner = std::make_unique<RadixPlanner>(planning);
+            const auto make = [planning] { return std::make_unique<RadixPlanner>(planning); };
+            if (row.processors_mix && !row.drop_seed_at_zero)
+                planner = make();
+            else
+                planner = std::make_unique<detail::ApartPlanner>(make);
         } else {
             detail::ReplicaPlanner::Options of;
             of.planner = planning;

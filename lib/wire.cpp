@@ -295,6 +295,13 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     for (const auto key : {"max_tokens", "max_completion_tokens"})
         if (const auto value = member(list, key); value && *value != "null")
             parts.output_tokens = std::strtoll(std::string(*value).c_str(), nullptr, 10);
+    if (!row.processors_mix && has_processors(list)) parts.kind |= 1;
+    if (row.drop_seed_at_zero) { // a seed that is not dropped: each is served alone
+        const auto seed = member(list, "seed"), temperature = member(list, "temperature");
+        if (seed && *seed != "null" && temperature &&
+            std::strtod(std::string(*temperature).c_str(), nullptr) != 0)
+            parts.kind |= 2;
+    }
     const auto tools = member(list, "tools");
     const auto add = [&](std::optional<std::string_view> text) {
         if (text && *text != "null") parts.segments.push_back(*text);

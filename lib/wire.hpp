@@ -70,6 +70,9 @@ struct Prepared {
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model);
 
+/// Whether the body makes the server change the probabilities of tokens: penalties, logit_bias.
+bool has_processors(std::span<const Member> body);
+
 /// Where a request goes, and in whose words.
 struct Route {
     std::string endpoint;

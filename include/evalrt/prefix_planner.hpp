@@ -29,6 +29,7 @@ struct Prompt {
     std::optional<std::int64_t> output_tokens; ///< the most there can be
     std::string session{};                     ///< turns of one conversation share it; empty: none
     int turn = 0;
+    unsigned kind = 0; ///< where kinds do not go together: which; a RadixPlanner does not ask
 
     std::size_t bytes() const {
         std::size_t sum = 0;
@@ -151,7 +152,8 @@ public:
     /// When next() may name another without anything having happened.
     virtual Point wake() const { return Point::max(); }
 
-    /// Why next() named none though something waits: "leader", "leaders", "sessions", "memory".
+    /// Why next() named none though something waits: "leader", "leaders", "sessions", "memory",
+    /// "kinds".
     virtual std::string_view holds() const { return {}; }
 };
 

@@ -341,12 +341,21 @@ class Recognised(Case):
             "--backend", "openai-url", "--url", url, code=1)
         self.assertIn("the server is mlx-server", err)
         self.assertIn('dropped "seed"', err)
-        self.assertEqual(err.count("WARNING: some requests have a penalty"), 1)
+        self.assertNotIn("penalty or logit_bias", err)  # never at once
         self.assertEqual({body["model"] for body in self.bodies}, {"default_model"})
         self.assertIn("it is asked 3 times", err)
         self.assertEqual([c["index"] for c in rows["b"]["response"]["body"]["choices"]], [0, 1, 2])
         self.assertFalse(any("n" in body for body in self.bodies))
         self.assertIn("top_logprobs", rows["c"]["error"]["message"])
+
+    def test_requests_with_a_penalty_are_kept_apart_from_those_without(self):
+        url = self.serve({"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": []}})
+        self.run_lines([line(f"{i}", f"x{i}", stream=False, max_tokens=9,
+                             frequency_penalty=0.5 if i % 2 else 0) for i in range(40)],
+                       "--backend", "openai-url", "--url", url)
+        kinds = [body.get("frequency_penalty") == 0.5 for body in self.bodies if body["max_tokens"] == 9]
+        self.assertEqual(len(kinds), 40)
+        self.assertEqual(sum(a != b for a, b in zip(kinds, kinds[1:])), 1)
 
     def test_a_url_can_be_asked_about(self):
         url = self.serve({"/v1/models": self.models("vllm"), "/version": {"version": "0.11.0"}})

@@ -68,20 +68,20 @@ TEST_CASE("an answer that its limit has ended is told where the finish reason do
     CHECK(AnswerWatch(row_of("omlx"), 0).answered(asked("", 8), answer("", 1, 8)).empty());
 }
 
-TEST_CASE("penalties in some requests only are told of a server that they can stop") {
+TEST_CASE("penalties in some of the requests on the way are told of a server that they can stop") {
     AnswerWatch watch(row_of("mlx-server"), 0);
-    CHECK(watch.sent(asked("")).empty());
-    CHECK(watch.sent(asked("")).empty());
-    CHECK(only(watch.sent(asked("", {}, true))).starts_with("WARNING"));
-    CHECK(only(watch.sent(asked(""))).starts_with("WARNING"));
-
-    AnswerWatch all(row_of("mlx-server"), 0);
-    CHECK(all.sent(asked("", {}, true)).empty());
-    CHECK(all.sent(asked("", {}, true)).empty());
-
+    const auto without = asked(""), with = asked("", {}, true);
+    CHECK(watch.sent(without).empty());
+    CHECK(watch.sent(without).empty());
+    watch.ended(without);
+    CHECK(only(watch.sent(with)).find("can stop mlx-server for good") != std::string::npos);
+    watch.ended(without);
+    CHECK(watch.sent(with).empty());
+    watch.ended(with);
+    CHECK(only(watch.sent(without)).find("at once") != std::string::npos);
     AnswerWatch other(row_of("openai-url"), 0);
-    CHECK(other.sent(asked("")).empty());
-    CHECK(other.sent(asked("", {}, true)).empty());
+    CHECK(other.sent(without).empty());
+    CHECK(other.sent(with).empty());
 }
 
 TEST_CASE("tools that the chat template leaves out are told") {

@@ -163,6 +163,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         ServerCommand it;
         it.port = options.port;
         it.startup_timeout = options.startup_timeout;
+        it.folder = folder.path();
         for (const auto& part : row.command) it.argv.push_back(filled_in(part));
         for (const auto& [key, value] : row.env) it.env.emplace_back(key, filled_in(value));
         if (!row.in_flight_flag.empty() && row.in_flight > own_in_flight) {

@@ -63,6 +63,8 @@ struct Plan {
     std::string program;
     std::vector<std::string> args, env;
     std::vector<char*> argv, envp;
+    std::vector<std::string> remove_args; // of the program that removes the folder; none: no folder
+    std::vector<char*> remove_argv;
     int link, output;
 };
 
@@ -183,6 +185,9 @@ void close_from(int first) {
         if (::getppid() != host) killing = true;
     }
     written = ::write(0, &report, sizeof report);
+    // A host that was killed has left it behind.
+    if (!plan.remove_args.empty() && ::getppid() != host)
+        ::execve("/bin/rm", plan.remove_argv.data(), plan.envp.data());
     ::_exit(0);
 }
 
@@ -452,6 +457,8 @@ struct ServerProcess::Impl : std::enable_shared_from_this<Impl> {
         if (plan.program.empty()) return cannot_start(ENOENT);
         plan.argv = pointers(plan.args);
         plan.envp = pointers(plan.env);
+        if (!command.folder.empty()) plan.remove_args = {"rm", "-rf", "--", command.folder};
+        plan.remove_argv = pointers(plan.remove_args);
 
         Fd links[2], outputs[2];
         if (int failed = make_pair(true, links)) return cannot_start(failed);

@@ -17,6 +17,7 @@ struct ServerCommand {
     std::uint16_t port = 0;                               ///< 0: any free one
     std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)}; ///< of async_wait_ready
     std::chrono::milliseconds stop_grace{std::chrono::seconds(5)};      ///< SIGTERM to SIGKILL
+    std::string folder; ///< removed after the server if this process is killed; empty: none
     std::size_t keep_output = 64 * 1024; ///< the last bytes of its output, for error texts
 };
 

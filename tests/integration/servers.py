@@ -136,6 +136,22 @@ class OMlx(Case):
             self.assertEqual(list((self.dir / "tmp").iterdir()), [])
             self.assertEqual([row["body"]["model"] for row in self.asked()], ["smol"])
 
+    def test_its_private_folder_goes_with_it_when_the_program_is_killed(self):
+        (self.dir / "suite").write_text("\n".join(self.siblings()) + "\n")
+        program = subprocess.Popen(
+            [EVALRT, "run", "suite", *map(str, self.server), self.model], cwd=self.dir,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(
+                os.environ, FAKE_OPENAI_LOG=str(self.log), TMPDIR=str(self.dir / "tmp"), OPENAI_API_KEY=""))
+        deadline = time.monotonic() + 30
+        while not (self.log.exists() and self.asked()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.assertEqual(len(list((self.dir / "tmp").iterdir())), 1)
+        program.kill()
+        program.wait()
+        while list((self.dir / "tmp").iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.assertEqual(list((self.dir / "tmp").iterdir()), [])
+
     def test_siblings_wait_until_the_leaders_blocks_show(self):
         rows, err = self.run_lines(self.siblings(), *self.server, self.model)
         self.assertEqual(sorted(row["evalrt"]["cached_tokens"] for row in rows.values()),

@@ -5,69 +5,28 @@
 """
 
 import argparse
-import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 import unittest
-import urllib.error
-import urllib.request
 from pathlib import Path
+
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
+sys.path.insert(0, str(SUPPORT))
+from real_server import RealServer, line  # noqa: E402
 
 parser = argparse.ArgumentParser()
 for name in ("--evalrt", "--python"):
     parser.add_argument(name, required=True)
 args, rest = parser.parse_known_args()
-SERVER = Path(__file__).resolve().parent.parent / "support" / "llama_server.py"
 SLOTS, CONTEXT = 2, 1024
 
 
-def line(custom_id, question, system=None, **body):
-    messages = [{"role": "system", "content": system}] if system else []
-    body = {"messages": messages + [{"role": "user", "content": question}], "temperature": 0,
-            "max_tokens": 16, **body}
-    return json.dumps({"custom_id": custom_id, "url": "/v1/chat/completions", "body": body})
-
-
-class Llama(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        cls.url = f"http://127.0.0.1:{port}/v1"
-        cls.server = subprocess.Popen([args.python, SERVER, str(port), str(SLOTS), str(CONTEXT)],
-                                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                      start_new_session=True)
-        cls.addClassCleanup(cls.stop)
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                return
-            except (OSError, urllib.error.HTTPError):
-                if cls.server.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+class Llama(RealServer):
+    evalrt = args.evalrt
 
     @classmethod
-    def stop(cls):
-        os.killpg(cls.server.pid, signal.SIGKILL)
-        cls.server.wait()
-
-    def run_lines(self, lines, *arguments, code=0):
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "suite").write_text("\n".join(lines) + "\n")
-            done = subprocess.run(
-                [args.evalrt, "run", "suite", "--backend", "openai-url", "--url", self.url, "--json",
-                 "summary", *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
-            self.assertEqual(done.returncode, code, done.stderr)
-            self.summary = json.loads((Path(folder) / "summary").read_text())
-        return {row["custom_id"]: row for row in map(json.loads, done.stdout.splitlines())}, done.stderr
+    def command(cls, port):
+        return [args.python, SUPPORT / "llama_server.py", str(port), str(SLOTS), str(CONTEXT)], {}
 
     def test_it_is_recognised_and_its_slots_are_found(self):
         done = subprocess.run([args.evalrt, "backends", "--probe", self.url], capture_output=True,
@@ -123,6 +82,8 @@ class Llama(unittest.TestCase):
         _, err = self.run_lines([line("a", "Say hello.", temperature=None)])
         self.assertEqual(err.count("llama-server then takes 0.8"), 1)
 
+
+del RealServer  # only its heirs are tests
 
 if __name__ == "__main__":
     unittest.main(argv=[sys.argv[0], *rest])

@@ -5,18 +5,12 @@
 """
 
 import argparse
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 import unittest
-import urllib.error
-import urllib.request
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+import real_server  # noqa: E402
 
 parser = argparse.ArgumentParser()
 for name in ("--evalrt", "--vllm", "--model"):
@@ -26,53 +20,19 @@ SYSTEM = "You know the capitals of all countries and answer in one short sentenc
 
 
 def line(custom_id, question, **body):
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    body = {"messages": messages, "temperature": 0, "max_tokens": 16, **body}
-    return json.dumps({"custom_id": custom_id, "url": "/v1/chat/completions", "body": body})
+    return real_server.line(custom_id, question, SYSTEM, **body)
 
 
-class Vllm(unittest.TestCase):
+class Vllm(real_server.RealServer):
+    evalrt = args.evalrt
+    patience = 900  # it compiles at its first start
     more = []
 
     @classmethod
-    def setUpClass(cls):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        cls.url = f"http://127.0.0.1:{port}/v1"
-        cls.log = tempfile.TemporaryFile("w+")
-        cls.server = subprocess.Popen(
-            [args.vllm, "serve", args.model, "--served-model-name", "smol", "--host", "127.0.0.1",
-             "--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "32", *cls.more],
-            stdout=cls.log, stderr=cls.log, start_new_session=True,
-            env=dict(os.environ, VLLM_CPU_KVCACHE_SPACE="2", HF_HUB_OFFLINE="1"))
-        cls.addClassCleanup(cls.stop)
-        deadline = time.monotonic() + 900  # it compiles at its first start
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                return
-            except (OSError, urllib.error.HTTPError):
-                if cls.server.poll() is not None or time.monotonic() > deadline:
-                    cls.log.seek(0)
-                    print(cls.log.read()[-3000:], file=sys.stderr)
-                    raise
-                time.sleep(1)
-
-    @classmethod
-    def stop(cls):
-        os.killpg(cls.server.pid, signal.SIGKILL)
-        cls.server.wait()
-
-    def run_lines(self, lines, *arguments, code=0):
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "suite").write_text("\n".join(lines) + "\n")
-            done = subprocess.run(
-                [args.evalrt, "run", "suite", "--backend", "openai-url", "--url", self.url, "--json",
-                 "summary", *arguments], cwd=folder, capture_output=True, text=True, timeout=600)
-            self.assertEqual(done.returncode, code, done.stderr)
-            self.summary = json.loads((Path(folder) / "summary").read_text())
-        return {row["custom_id"]: row for row in map(json.loads, done.stdout.splitlines())}, done.stderr
+    def command(cls, port):
+        return ([args.vllm, "serve", args.model, "--served-model-name", "smol", "--host", "127.0.0.1",
+                 "--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "32", *cls.more],
+                {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"})
 
 
 class Silent(Vllm):

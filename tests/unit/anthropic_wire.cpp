@@ -1,8 +1,7 @@
 #include "json_text.hpp"
 #include "wire.hpp"
 
-#include "support/catch.hpp"
-#include "support/every_cut.hpp"
+#include "support/answers.hpp"
 
 #include <boost/json.hpp>
 
@@ -14,60 +13,20 @@
 namespace json = boost::json;
 using namespace evalrt;
 using namespace evalrt::detail;
+using test::Answer;
+using test::counts;
 using test::every_cut;
+using test::outcome;
 using test::Pieces;
 
 namespace {
 
-std::string outcome(const Response& response) {
-    return std::string(response.outcome ? name(*response.outcome) : "answered");
-}
-
-// "prompt/cached/completion", with - for what was not reported.
-std::string counts(const Usage& usage) {
-    const auto text = [](std::optional<std::int64_t> number) {
-        return number ? std::to_string(*number) : "-";
-    };
-    return fmt::format("{}/{}/{}", text(usage.prompt_tokens), text(usage.cached_tokens),
-                       text(usage.completion_tokens));
-}
-
-struct Answer {
-    Response response;
-    std::string heard;
-    bool last = false;
-    int pieces = 0; // events with content
-
-    std::string summary() const {
-        return fmt::format("{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}", outcome(response), response.status,
-                           response.detail, response.body, response.text, response.finish_reason,
-                           response.request_id, counts(response.usage), heard, last, pieces);
-    }
-};
-
 Answer read_pieces(const Pieces& stream, bool input_is_total = false) {
-    Answer answer;
-    answer.response.status = 200;
-    const auto reader = make_anthropic_reader(input_is_total);
-    SseParser events;
-    const auto on_event = [&](const SseEvent& event) {
-        if (answer.last) return;
-        const auto piece = reader->event(event);
-        answer.last = piece.last;
-        answer.pieces += piece.content;
-        answer.heard += piece.text;
-    };
-    for (const auto piece : stream) REQUIRE(events.feed(piece, on_event));
-    if (!answer.last) events.finish(on_event);
-    reader->finish(answer.response);
-    return answer;
+    return test::read_pieces(*make_anthropic_reader(input_is_total), stream);
 }
 
 Response read_whole(std::string_view body, bool input_is_total = false) {
-    Response response;
-    response.status = 200;
-    make_anthropic_reader(input_is_total)->whole(std::string(body), response);
-    return response;
+    return test::read_whole(*make_anthropic_reader(input_is_total), body);
 }
 
 // The same at every cut; the body put together reads as the stream did.

@@ -1,8 +1,7 @@
 #include "json_text.hpp"
 #include "wire.hpp"
 
-#include "support/catch.hpp"
-#include "support/every_cut.hpp"
+#include "support/answers.hpp"
 
 #include <boost/json.hpp>
 
@@ -14,63 +13,20 @@
 namespace json = boost::json;
 using namespace evalrt;
 using namespace evalrt::detail;
+using test::Answer;
+using test::counts;
 using test::every_cut;
+using test::outcome;
 using test::Pieces;
 
 namespace {
 
-std::string outcome(const Response& response) {
-    return std::string(response.outcome ? name(*response.outcome) : "answered");
-}
-
-// "prompt/cached/completion", with - for what was not reported.
-std::string counts(const Usage& usage) {
-    const auto text = [](std::optional<std::int64_t> number) {
-        return number ? std::to_string(*number) : "-";
-    };
-    return fmt::format("{}/{}/{}", text(usage.prompt_tokens), text(usage.cached_tokens),
-                       text(usage.completion_tokens));
-}
-
-struct Answer {
-    Response response;
-    std::string heard;    // what a listener gets, piece by piece
-    bool content = false; // something generated came
-    bool last = false;    // the stream said that it is over
-    int pieces = 0;       // events with content
-
-    std::string summary() const {
-        return fmt::format("{}|{}|{}|{}|{}|{}|{}|{}|{}|{}|{}", outcome(response), response.detail,
-                           response.body, response.text, response.finish_reason,
-                           response.request_id, counts(response.usage), heard, content, last,
-                           pieces);
-    }
-};
-
 Answer read_pieces(const Pieces& stream, bool chat) {
-    Answer answer;
-    answer.response.status = 200;
-    const auto reader = make_openai_reader(chat);
-    SseParser events;
-    const auto on_event = [&](const SseEvent& event) {
-        if (answer.last) return;
-        const auto piece = reader->event(event);
-        answer.last = piece.last;
-        answer.content |= piece.content;
-        answer.pieces += piece.content;
-        answer.heard += piece.text;
-    };
-    for (const auto piece : stream) REQUIRE(events.feed(piece, on_event));
-    if (!answer.last) events.finish(on_event);
-    reader->finish(answer.response);
-    return answer;
+    return test::read_pieces(*make_openai_reader(chat), stream);
 }
 
 Response read_whole(std::string_view body, bool chat = true) {
-    Response response;
-    response.status = 200;
-    make_openai_reader(chat)->whole(std::string(body), response);
-    return response;
+    return test::read_whole(*make_openai_reader(chat), body);
 }
 
 // What a stream gives, the same at every cut. The body put together from it is an answer that
@@ -147,7 +103,7 @@ std::string calls(const Response& response) {
 std::string calls_of(std::string_view fragments_and_more) {
     const auto answer = read_stream(std::string(fragments_and_more) + finish("tool_calls") + done);
     CHECK(outcome(answer.response) == "answered");
-    CHECK(answer.content);
+    CHECK(answer.pieces > 0);
     const auto message = first_message(answer.response);
     for (const auto& it : message.at("tool_calls").as_array())
         json::parse(it.at("function").at("arguments").as_string());
@@ -239,7 +195,7 @@ TEST_CASE("recorded tool calls of oMLX are the same streamed and not") {
         CHECK(outcome(whole) == "answered");
         CHECK(whole.finish_reason == "tool_calls");
         CHECK(whole.text.empty());
-        CHECK(stream.content);
+        CHECK(stream.pieces > 0);
         CHECK(calls(stream.response).starts_with(R"(get_weather({"city": "Paris"})#call_)"));
         CHECK(choices_of(stream.response) == choices_of(whole));
     }
@@ -491,7 +447,7 @@ TEST_CASE("an answer that is reasoning only is an answer without text") {
         read_stream(delta(R"("role":"assistant","reasoning":"Hm")") + finish("length") + done);
     CHECK(outcome(answer.response) == "answered");
     CHECK(answer.response.text.empty());
-    CHECK(answer.content);
+    CHECK(answer.pieces > 0);
     CHECK(first_message(answer.response).at("reasoning") == "Hm");
     CHECK(first_message(answer.response).at("content") == "");
 
@@ -506,7 +462,7 @@ TEST_CASE("an answer that is reasoning only is an answer without text") {
 TEST_CASE("an empty answer is an answer") {
     const auto answer = read_stream(delta(R"("role":"assistant","content":"")") + finish() + done);
     CHECK(outcome(answer.response) == "answered");
-    CHECK_FALSE(answer.content);
+    CHECK(answer.pieces == 0);
     CHECK(first_message(answer.response).at("content") == "");
 }
 

@@ -106,6 +106,21 @@ TEST_CASE("one answer, or one other failure, and the run goes on") {
     }
 }
 
+TEST_CASE("a model that is gone in the middle of a run ends it") {
+    const auto gone = failed(Errc::rejected, 404, "HTTP 404: The model `m` does not exist");
+    StopRule rule({.refused = 3, .alike = 4});
+    CHECK(rule.ended({}).empty());
+    for (int i = 0; i < 3; ++i) CHECK(rule.ended(gone).empty());
+    CHECK(rule.ended({}).empty()); // it is there again
+    for (int i = 0; i < 3; ++i) CHECK(rule.ended(gone).empty());
+    CHECK(rule.ended(failed(Errc::rejected, 404, "HTTP 404: no such model: x")).empty());
+    for (int i = 0; i < 3; ++i) CHECK(rule.ended(gone).empty());
+    CHECK(rule.ended(gone).find("any more: HTTP 404: The model `m`") != std::string::npos);
+    StopRule items({.refused = 3, .alike = 4}); // the template of some, and other reasons of theirs
+    CHECK(items.ended({}).empty());
+    for (int i = 0; i < 100; ++i) CHECK(items.ended(failed(Errc::rejected, 404, "roles")).empty());
+}
+
 TEST_CASE("without rules nothing stops") {
     StopRule rule({});
     for (int i = 0; i < 100; ++i) CHECK(rule.ended(failed(Errc::auth, 401)).empty());

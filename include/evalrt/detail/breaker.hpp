@@ -78,7 +78,7 @@ public:
     /// An item has ended for good. Not empty: the run should end, and why.
     std::string ended(const Response& response) {
         if (!response.outcome) {
-            refused_ = 0;
+            refused_ = gone_ = 0;
             answered_ = true;
             return {};
         }
@@ -88,17 +88,25 @@ public:
         if (alike_ == 0) first_ = {errc, response.status};
         same_ = same_ && first_ == std::pair(errc, response.status);
         ++alike_;
+        // A model that was unloaded or renamed in the middle of a run: the same words each time.
+        const bool gone =
+            response.status == 404 && response.detail.find("model") != std::string::npos;
+        gone_ = !gone ? 0 : response.detail == words_ ? gone_ + 1 : 1;
+        if (gone) words_ = response.detail;
         if (options_.refused > 0 && refused_ >= options_.refused)
             return "the server refuses the key or the quota is used up: " + response.detail;
         if (options_.alike > 0 && alike_ >= options_.alike && same_ && !answered_)
             return "everything fails the same way (" + std::string(name(errc)) +
                    "): " + response.detail;
+        if (options_.alike > 0 && gone_ >= options_.alike && answered_)
+            return "the server does not have the model any more: " + response.detail;
         return {};
     }
 
 private:
     StopOptions options_;
-    unsigned refused_ = 0, alike_ = 0;
+    unsigned refused_ = 0, alike_ = 0, gone_ = 0;
+    std::string words_; // of the last 404
     bool answered_ = false, same_ = true;
     std::pair<Errc, int> first_{};
 };

@@ -160,9 +160,11 @@ const std::array profiles{
         .release = Release::at_once,
         .remark = "more only with OLLAMA_NUM_PARALLEL, which it does not tell",
     },
-    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more.
+    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more. Which
+    // of its machines answers depends on the first 256 tokens or so and on the prompt_cache_key.
     BackendRow{
         .name = "openai",
+        .cache_key = true,
         .backlog = 2048,
         .in_flight = 16,
         .most_in_flight = 100,

@@ -542,6 +542,13 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
     if (prepared.stream && row.stream_usage && !messages && !has("stream_options"))
         changes.push_back({"stream_options", R"({"include_usage": true})"});
 
+    if (row.cache_key && !messages && !has("prompt_cache_key") &&
+        request.shared_bytes >= row.shared_tokens * std::size_t(4))
+        for (const auto& end : prefix_ends(request.body))
+            if (end.bytes == request.shared_bytes)
+                changes.push_back(
+                    {"prompt_cache_key", fmt::format("\"evalrt-{:016x}\"", end.hash)});
+
     const auto change = std::find_if(changes.begin(), changes.end(),
                                      [](const Change& it) { return it.key == "model"; });
     if (change != changes.end())

@@ -152,7 +152,7 @@ struct Host {
 };
 constexpr std::array hosts{
     Host{"api.openai.com", "openai"},
-    Host{"openai.azure.com", "openai"},
+    Host{"openai.azure.com", "cloud"},
     Host{"api.anthropic.com", "anthropic-url"},
     Host{"openrouter.ai", "cloud"},
     Host{"together.xyz", "cloud"},

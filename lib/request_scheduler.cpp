@@ -91,7 +91,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         auto prompt = detail::read_prompt(item.request, row);
         prompt.session = item.request.session;
         prompt.turn = item.request.turn;
-        if (row.cache_marks) {
+        if (row.cache_marks || row.cache_key) {
             item.domain = prompt.domain;
             item.ends = detail::prefix_ends(item.request.body);
             shared.add(item.domain, item.ends);

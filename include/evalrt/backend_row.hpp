@@ -29,6 +29,9 @@ struct BackendRow {
     bool input_is_total = false;    ///< its Anthropic input_tokens count the cached ones, too
     bool cache_marks = false;       ///< its cache keeps only what cache_control marks (Anthropic)
 
+    bool cache_key =
+        false; ///< "prompt_cache_key" sends what shares a prefix to one machine (OpenAI)
+
     /// Starts it: argv in which {model}, {port}, {context}, {model_dir} and {model_id} (the folder
     /// that the model's folder is in, and its name) and {folder} (a private one, made for the
     /// server and removed with it) are replaced. Empty: it runs already.

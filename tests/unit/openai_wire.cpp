@@ -1221,6 +1221,36 @@ TEST_CASE("a body that is no JSON object cannot be sent, and why is said") {
     }
 }
 
+TEST_CASE("where a prefix is shared, OpenAI is told by a key of its own") {
+    const auto& row = *find_profile_row("openai");
+    const auto body = [](char word, std::string_view question, std::string_view more = "") {
+        return fmt::format(R"({{"model":"m","messages":[{{"role":"system","content":"{}"}},)"
+                           R"({{"role":"user","content":"{}"}}]{}}})",
+                           std::string(5000, word), question, more);
+    };
+    const auto key = [&](const std::string& text, bool shared = true,
+                         std::string_view name = "openai") {
+        auto request = request_of(text);
+        const auto ends = prefix_ends(text);
+        REQUIRE(ends.size() == 2);
+        if (shared) request.shared_bytes = ends[0].bytes;
+        const auto it = prepare_openai(request, *find_profile_row(name), "", false);
+        const auto sent = it.body.text();
+        return from_json_string(member(members(sent), "prompt_cache_key").value_or(""));
+    };
+    const auto first = key(body('a', "one"));
+    CHECK(first.starts_with("evalrt-"));
+    CHECK(key(body('a', "two")) == first);
+    CHECK(key(body('b', "one")) != first);
+    CHECK(key(body('a', "one"), false).empty());
+    CHECK(key(body('a', "one", R"(,"prompt_cache_key":"mine")")) == "mine");
+    CHECK(key(body('a', "one"), true, "cloud").empty());
+    auto brief = request_of(R"({"messages":[{"role":"user","content":"hi"}]})");
+    brief.shared_bytes = prefix_ends(brief.body)[0].bytes; // not worth it
+    CHECK(prepare_openai(brief, row, "", false).body.text().view().find("cache_key") ==
+          std::string::npos);
+}
+
 TEST_CASE("random bodies keep every member that the row does not fix") {
     // Laws for all rows: it stays an object; unknown members stay as written, in their order.
     for (const auto& row : backend_rows())

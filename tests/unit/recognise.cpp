@@ -154,7 +154,7 @@ TEST_CASE("hosted services are known by their names and asked nothing") {
     };
     CHECK(of("https://api.openai.com/v1") == "openai");
     CHECK(of("https://API.OpenAI.com/v1") == "openai");
-    CHECK(of("https://mine.openai.azure.com/openai/v1") == "openai");
+    CHECK(of("https://mine.openai.azure.com/openai/v1") == "cloud");
     CHECK(of("https://openrouter.ai/api/v1") == "cloud");
     CHECK(of("https://api.groq.com/openai/v1") == "cloud");
     CHECK(of("http://127.0.0.1:8000/v1") == "");

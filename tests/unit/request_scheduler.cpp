@@ -14,6 +14,7 @@
 #include <boost/asio/use_future.hpp>
 
 #include <list>
+#include <set>
 #include <random>
 
 using namespace std::chrono_literals;
@@ -81,8 +82,9 @@ struct Setup {
 
     explicit Setup(
         SchedulerOptions options = in_flight(2),
-        std::unique_ptr<evalrt::PrefixPlanner> planner_ = std::make_unique<FifoPlanner>())
-        : planner(std::move(planner_)), scheduler(server, *planner, BackendRow(), options) {}
+        std::unique_ptr<evalrt::PrefixPlanner> planner_ = std::make_unique<FifoPlanner>(),
+        const BackendRow& row = {})
+        : planner(std::move(planner_)), scheduler(server, *planner, row, options) {}
 
     Asked& ask(Request request) {
         auto& asked = all.emplace_back();
@@ -189,6 +191,24 @@ TEST_CASE("an answer that is there at once still comes after the call") {
     CHECK_FALSE(asked.code);
     CHECK(asked.response.text == "yes");
     CHECK(asked.response.attempts == 1);
+}
+
+TEST_CASE("a request knows what it shares with others, where its server wants to be told") {
+    for (const auto* name : {"openai", "anthropic-url", "cloud"}) {
+        Setup setup(in_flight(4), std::make_unique<FifoPlanner>(), *evalrt::find_profile_row(name));
+        const std::string system(5000, 's');
+        for (const auto& request : {chat("one", system), chat("two", system), chat("alone", "x")})
+            setup.ask(request);
+        setup.run();
+        REQUIRE(setup.server.pending.size() == 3);
+        std::multiset<std::size_t> shared;
+        for (const auto& [id, call] : setup.server.pending)
+            shared.insert(call.request.shared_bytes);
+        if (std::string_view(name) == "cloud")
+            CHECK(shared == std::multiset<std::size_t>{0, 0, 0});
+        else
+            CHECK((*shared.begin() == 0 && *std::next(shared.begin()) > 5000));
+    }
 }
 
 TEST_CASE("no handler runs inside a call that is made on the executor itself") {

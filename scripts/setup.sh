@@ -125,9 +125,7 @@ print(u.find_spec("bfcl_eval").submodule_search_locations[0])')/data
         ENGINE_SERVER="$ENGINE/bin/mlx_lm.server-openblas"
         cat >"$ENGINE_SERVER.new" <<EOF
 #!/bin/sh
-if grep -qw avx512vl /proc/cpuinfo && [ -z "\${OPENBLAS_CORETYPE:-}" ]; then
-    export OPENBLAS_CORETYPE=SkylakeX
-fi
+if grep -qw avx512vl /proc/cpuinfo; then export OPENBLAS_CORETYPE=SkylakeX; fi
 export OPENBLAS_THREAD_TIMEOUT=14 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 export MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 LD_PRELOAD=$blas exec "$ENGINE/bin/python" -m mlx_lm server "\$@"

@@ -33,19 +33,23 @@ class Examples(unittest.TestCase):
                     if client.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.05)
-            done = subprocess.run([ASK, f"http://127.0.0.1:{port}/v1", "a question"], timeout=30,
-                                  capture_output=True, text=True)
-            self.assertEqual((done.returncode, done.stdout.strip()), (0, "answer to a question"),
-                             done.stderr)
+            for program in (ASK, ASK + "_c"):
+                with self.subTest(program=program):
+                    done = subprocess.run([program, f"http://127.0.0.1:{port}/v1", "a question"],
+                                          timeout=30, capture_output=True, text=True)
+                    self.assertEqual((done.returncode, done.stdout.strip()),
+                                     (0, "answer to a question"), done.stderr)
         finally:
             server.kill()
             server.wait()
 
     def test_ask_says_when_nobody_answers(self):
-        done = subprocess.run([ASK, "http://127.0.0.1:1/v1", "a question"], timeout=30,
-                              capture_output=True, text=True)
-        self.assertEqual(done.returncode, 1)
-        self.assertIn("cannot connect to 127.0.0.1:1", done.stderr)
+        for program in (ASK, ASK + "_c"):
+            with self.subTest(program=program):
+                done = subprocess.run([program, "http://127.0.0.1:1/v1", "a question"], timeout=30,
+                                      capture_output=True, text=True)
+                self.assertEqual(done.returncode, 1)
+                self.assertIn("cannot connect to 127.0.0.1:1", done.stdout + done.stderr)
 
     def test_the_readme_shows_ask_as_it_is(self):
         source = (ROOT / "examples" / "ask.cpp").read_text()

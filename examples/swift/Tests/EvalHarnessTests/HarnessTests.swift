@@ -151,7 +151,7 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
         let (serve, port) = try start(model, choice)
         #expect(serve.baseURL == "http://127.0.0.1:\(port)/v1")
         let client = support.appendingPathComponent("../capi/gateway_client.py").standardized.path
-        let (code, out) = try await run(URL(fileURLWithPath: "/usr/bin/env"), [
+        let (code, out, _) = try await run(URL(fileURLWithPath: "/usr/bin/env"), [
             "python3", client, serve.baseURL, "no token", "one", "sleep 0.1", "two",
         ])
         #expect(code == 0 && out == "answer to one \nanswer to sleep 0.1 \nanswer to two \n")
@@ -252,18 +252,21 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
     }
 
     /// Waits for a program's end without keeping a thread of the tests' pool.
-    private func run(_ program: URL, _ arguments: [String]) async throws -> (Int32, String) {
+    private func run(_ program: URL, _ arguments: [String]) async throws -> (Int32, String, String) {
         let process = Process()
         process.executableURL = program
         process.arguments = arguments
         let out = folder.url.appendingPathComponent("out")
-        try Data().write(to: out)
+        let err = folder.url.appendingPathComponent("err")
+        for file in [out, err] { try Data().write(to: file) }
         process.standardOutput = try FileHandle(forWritingTo: out)
+        process.standardError = try FileHandle(forWritingTo: err)
         let code = try await withCheckedThrowingContinuation { continuation in
             process.terminationHandler = { continuation.resume(returning: $0.terminationStatus) }
             do { try process.run() } catch { continuation.resume(throwing: error) }
         }
-        return (code, try String(contentsOf: out, encoding: .utf8))
+        return (code, try String(contentsOf: out, encoding: .utf8),
+                try String(contentsOf: err, encoding: .utf8))
     }
 
     @Test("the programs do what they say", .enabled(if: bin != nil, "EVALRT_TEST_BIN is not set"))
@@ -276,13 +279,13 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
         let (serve, _) = try start(model, choice)
         let programs = URL(fileURLWithPath: bin!)
         let ask = programs.appendingPathComponent("ask")
-        let (asked, answer) = try await run(ask, [serve.baseURL, "hi"])
+        let (asked, answer, _) = try await run(ask, [serve.baseURL, "hi"])
         #expect(asked == 0 && answer == "answer to hi \n")
         await serve.runtime.close()
 
         let rows = folder.url.appendingPathComponent("rows").path
         let harness = programs.appendingPathComponent("eval-harness")
-        let (code, out) = try await run(harness, [
+        let (code, out, err) = try await run(harness, [
             model, "--bfcl-data", folder.url.path, "--category", "mini", "--out", rows,
             "--backend", "mlx-server", "--backend-executable", choice.executable!,
             "--max-in-flight", "3", "--serve-port", "\(Int.random(in: 20000..<32000))",
@@ -292,6 +295,7 @@ private func start(_ model: String, _ backend: BackendChoice) throws -> (Serve, 
         #expect(out.contains("all at once: 2 of 3 answered, 0 right"))
         #expect(out.contains("3 in flight"))
         #expect(out.contains("speed-up: "))
+        #expect(err.contains("prefix cached: "))
         let row = try JSON(String(contentsOfFile: rows, encoding: .utf8)).decode(Row.self)
         #expect(row.subtask == "bfcl/mini" && row.n_examples == 2)
         #expect(folder.log.compactMap(\.path).count >= 2 * 3)

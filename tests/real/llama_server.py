@@ -5,6 +5,7 @@
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import unittest

@@ -195,6 +195,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         row.in_flight = options.max_in_flight;
         row.most_in_flight = 0;
         row.repack = 0;
+        // A third of the places: a refill as large as the limit is one batch after the other.
+        row.refill = std::min(row.refill, std::max(options.max_in_flight / 3, 1u));
     }
 
     // The two loops hold this alive until they have seen it.

@@ -333,7 +333,6 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         } else {
             detail::ReplicaPlanner::Options of;
             of.planner = planning;
-            of.fifo = planning.in_order;
             of.most = std::max(row.in_flight, row.most_in_flight);
             spread = std::make_shared<detail::ReplicaPlanner>(more.size() + 1, of);
             for (std::size_t n = 0; n < away.size(); ++n)

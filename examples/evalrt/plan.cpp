@@ -85,7 +85,7 @@ Plan plan(std::size_t count, const std::function<const Request*(std::size_t)>& r
         plan.order.push_back(place);
         plan.items.push_back(
             {cold + std::uint64_t(bytes_per_token) * decode_weight * outputs[place],
-             it.shared_bytes});
+             it.shared_bytes, it.continues});
         plan.prompt_bytes += it.prompt_bytes;
         plan.cold_bytes += cold;
     }

@@ -11,7 +11,6 @@
 #include <limits>
 #include <optional>
 #include <set>
-#include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -70,38 +69,6 @@ struct Planned {
         return double(prompt_bytes - shared_bytes) / 4 + 4 * double(output_tokens);
     }
 };
-
-/// Where to cut an order into runs of nearly equal cost: the index at which each run but the first
-/// begins. A cut slides by 2 % of the whole to where the least is shared (a prefix across a cut is
-/// computed twice), and goes through no session.
-inline std::vector<std::size_t> cuts(std::span<const Planned> order, unsigned parts) {
-    std::vector<double> before{0}; // the cost of all before an index
-    for (const auto& it : order) before.push_back(before.back() + it.cost());
-    const double total = before.back();
-    std::vector<std::size_t> list;
-    std::size_t least = 0; // no cut before it
-    for (unsigned part = 1; part < parts; ++part) {
-        const double target = total * part / parts;
-        const auto away = [&](std::size_t i) { return std::abs(before[i] - target); };
-        std::size_t best = order.size();
-        for (std::size_t i = least; i < order.size(); ++i) {
-            if (order[i].continues) continue;
-            const bool near = away(i) <= 0.02 * total;
-            if (best == order.size()) {
-                best = i;
-                continue;
-            }
-            const bool best_near = away(best) <= 0.02 * total;
-            if (near && best_near ? std::tuple(order[i].shared_bytes, away(i)) <
-                                        std::tuple(order[best].shared_bytes, away(best))
-                                  : away(i) < away(best))
-                best = i;
-        }
-        list.push_back(best);
-        least = best;
-    }
-    return list;
-}
 
 /// How long answers are, by those seen: of all with one prefix.
 class OutputLength {
@@ -312,7 +279,7 @@ public:
     Point wake() const override { return wake_; }
     std::string_view holds() const override { return holds_; }
 
-    /// What waits, in the order in which it would go, one at a time. For cuts().
+    /// What waits, in the order in which it would go, one at a time.
     std::vector<Planned> order() const {
         std::vector<Planned> list;
         const Node* last = nullptr;

@@ -997,22 +997,6 @@ TEST_CASE("the order of what waits is the order in which it goes, with what each
     }
 }
 
-TEST_CASE("an order is cut into runs of like cost where little is shared") {
-    std::vector<evalrt::Planned> order;
-    // Groups of 10, 400 bytes of 404 shared inside: a group costs 101 + 9 * 1 tokens.
-    for (RequestId id = 1; id <= 1000; ++id)
-        order.push_back({id, 404, id % 10 == 1 ? 0u : 400u, 0, false});
-    CHECK(evalrt::cuts(order, 1).empty());
-    const auto three = evalrt::cuts(order, 3);
-    REQUIRE(three.size() == 2);
-    for (const auto cut : three) CHECK(order[cut].shared_bytes == 0);
-    CHECK(std::abs(double(three[0]) - 1000 / 3.0) < 25);
-    CHECK(std::abs(double(three[1]) - 2000 / 3.0) < 25);
-    for (auto& it : order) it.continues = it.id > 1; // one conversation
-    CHECK(evalrt::cuts(order, 2) == std::vector<std::size_t>{0});
-    CHECK(evalrt::cuts({}, 3) == std::vector<std::size_t>{0, 0});
-}
-
 TEST_CASE("a session's growth has its place in the server's cache before it begins") {
     Options options;
     options.release = Release::at_once;

@@ -2,6 +2,7 @@
 
 #include "support/catch.hpp"
 
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <random>
@@ -60,6 +61,28 @@ TEST_CASE("A cut moves to where less is shared, and what it computes twice is co
     CHECK(halves.duplicated() == 1000);
     CHECK(halves.cost(0) == 500);
     CHECK(halves.cost(1) == 1500);
+}
+
+TEST_CASE("An order is cut where little is shared, and never through a conversation") {
+    // Groups of 10, 400 bytes of 404 shared inside: a group costs 101 + 9 * 1 tokens.
+    std::vector<ShardItem> order;
+    for (int i = 0; i < 1000; ++i)
+        order.push_back(i % 10 == 0 ? ShardItem{404, 0} : ShardItem{4, 400});
+    CHECK(Shards(order, 1).end(0) == 1000);
+    const Shards three(order, 3);
+    for (const std::size_t i : {1, 2}) {
+        CHECK(order[three.begin(i)].shared == 0);
+        CHECK(std::abs(double(three.begin(i)) - 1000.0 * double(i) / 3) < 25);
+    }
+    for (std::size_t i = 0; i < order.size(); ++i) order[i].continues = i % 500 != 0;
+    const Shards pairs(order, 3); // two conversations: whole, whatever the share
+    for (const std::size_t i : {1, 2}) CHECK(pairs.begin(i) % 500 == 0);
+    for (auto& it : order) it.continues = &it != &order.front();
+    const Shards one(order, 2);
+    CHECK(one.begin(1) == 0);
+    CHECK(one.end(1) == 1000);
+    const Shards none({}, 3);
+    CHECK((none.begin(1) == 0 && none.begin(2) == 0));
 }
 
 TEST_CASE("More shards than items leave some empty, and no items all") {

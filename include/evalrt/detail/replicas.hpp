@@ -18,7 +18,6 @@ class ReplicaPlanner final : public PrefixPlanner {
 public:
     struct Options {
         RadixPlanner::Options planner;
-        bool fifo = false;
         unsigned most = 0; ///< running on one server at once; 0: any number
         std::chrono::milliseconds pause{5000};
     };
@@ -146,9 +145,7 @@ private:
     };
 
     std::unique_ptr<PrefixPlanner> make() const {
-        auto how = options_.planner;
-        how.in_order = options_.fifo;
-        return std::make_unique<RadixPlanner>(how);
+        return std::make_unique<RadixPlanner>(options_.planner);
     }
 
     static std::size_t own(const Server& it) { return it.queue.size() + it.waiting; }
@@ -172,9 +169,7 @@ private:
                 ids.push_back(id);
         }
         if (ids.empty()) return;
-        auto how = options_.planner;
-        how.in_order = options_.fifo;
-        RadixPlanner planner(how);
+        RadixPlanner planner(options_.planner);
         for (const auto id : ids) planner.add(id, items_.at(id).prompt);
         std::vector<RequestId> order;
         std::vector<ShardItem> costs;
@@ -183,7 +178,7 @@ private:
             item.cost = 1 + std::uint64_t(4 * std::max(it.cost(), 0.0));
             item.planned = true;
             order.push_back(it.id);
-            costs.push_back({item.cost, it.shared_bytes});
+            costs.push_back({item.cost, it.shared_bytes, it.continues});
         }
         deal(order, costs);
     }

@@ -17,11 +17,12 @@ struct ShardItem {
     std::uint64_t cost = 0;   ///< of computing it where it stands
     std::uint64_t shared = 0; ///< that it has in common with what stands before it, and costs
                               ///< nothing there: a cut in front of it computes this once more
+    bool continues = false;   ///< the conversation of the one before: no cut in front of it
 };
 
 /// In a depth-first order nothing behind a cut has more in common with what stands before the cut
 /// than the first item behind it has. So a cut moves a little from the place of equal cost to where
-/// this is least, by an eighth of a run at most.
+/// this is least, by an eighth of a run at most; out of a conversation, to where that begins.
 class Shards {
 public:
     Shards() = default;
@@ -46,12 +47,16 @@ public:
             // Of the two places beside the target the nearer one; then what is better around it.
             auto best = std::min(place(target), order.size());
             if (best > 0 && distance(best - 1) < distance(best)) --best;
+            const auto inside = [&](std::size_t at) {
+                return at < order.size() && order[at].continues;
+            };
+            while (best > 0 && inside(best)) --best;
             const auto shared = [&](std::size_t at) {
                 return at < order.size() ? order[at].shared : 0;
             };
             const auto first = place(target - share / 8), last = place(target + share / 8);
             for (auto at = first; at <= last && at < order.size(); ++at) {
-                if (distance(at) > share / 8) continue;
+                if (distance(at) > share / 8 || inside(at)) continue;
                 if (shared(at) < shared(best) ||
                     (shared(at) == shared(best) && distance(at) < distance(best)))
                     best = at;

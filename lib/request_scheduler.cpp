@@ -13,11 +13,11 @@
 
 namespace evalrt {
 
-SchedulerOptions scheduler_options(const BackendRow& row) {
+SchedulerOptions scheduler_options(const BackendRow& row, unsigned servers) {
     SchedulerOptions options;
-    options.max_in_flight = row.in_flight;
-    options.most_in_flight = row.most_in_flight;
-    options.repack = row.repack;
+    options.max_in_flight = row.in_flight * servers;
+    options.most_in_flight = row.most_in_flight * servers;
+    options.repack = row.repack * servers * servers; // under a root
     options.refill = row.refill;
     options.prefill_tokens = row.prefill_tokens;
     if (row.release == Release::done) options.commit_delay = row.commit_delay;

@@ -223,13 +223,13 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         return asio::bind_cancellation_slot(cancel.slot(), asio::as_tuple(asio::use_awaitable));
     }
 
-    // What its keys have in them, and what is compared when a run is resumed.
     std::string all_urls() const {
         auto text = options.url;
         for (const auto& it : options.replicas) text += " " + it;
         return text;
     }
 
+    // What its keys have in them, and what is compared when a run is resumed.
     JournalRun journal_run() {
         JournalRun run;
         std::error_code ignored;
@@ -341,9 +341,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             for (const auto& it : more) servers.push_back(it.get());
             replicas = std::make_unique<detail::ReplicaBackend>(servers, spread);
         }
-        auto scheduling = scheduler_options(row);
-        scheduling.max_in_flight *= unsigned(more.size() + 1);
-        scheduling.most_in_flight *= unsigned(more.size() + 1);
+        auto scheduling = scheduler_options(row, unsigned(more.size() + 1));
         scheduling.retry = options.retry;
         scheduling.stop = options.stop;
         if (starts) scheduling.hold_broken = std::chrono::milliseconds(500);

@@ -11,7 +11,7 @@
 namespace evalrt {
 
 /// What a row says about scheduling.
-SchedulerOptions scheduler_options(const BackendRow& row);
+SchedulerOptions scheduler_options(const BackendRow& row, unsigned servers = 1);
 RadixPlanner::Options planner_options(const BackendRow& row);
 
 /// Keeps at most max_in_flight requests on the way, in the order that the planner names them, and

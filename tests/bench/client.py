@@ -263,16 +263,17 @@ class Bench:
                     100, False, "MB", text_bytes=got["text_bytes"])
 
 
-def main():
-    parts = ("throughput", "instructions", "calls", "streams", "memory")
+def run(kind, parts, **numbers):
+    """The benchmark's parts that are asked for; the program's exit code. `numbers`: its own options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--bin", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=30_000)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--part", action="append", choices=parts)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args, Path(folder))
+        bench = kind(args, Path(folder))
         try:
             for part in args.part or parts:
                 getattr(bench, part)()
@@ -283,4 +284,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(Bench, ("throughput", "instructions", "calls", "streams", "memory"), requests=30_000))

@@ -3,11 +3,10 @@
 The server and wrk share one processor, the gateway or nginx has the other. The ratio is taken within
 a round; the figure is the median of the rounds in which nothing else used the machine.
 """
-import argparse, json, re, selectors, socket, sys, tempfile, threading, time
+import json, re, selectors, socket, subprocess, sys, threading, time
 from pathlib import Path
 
-from client import ANSWER, LINUX, PROMPT_BYTES, Bench, free_port, on_cpu, process_seconds
-import subprocess
+from client import ANSWER, LINUX, PROMPT_BYTES, Bench, free_port, on_cpu, process_seconds, run
 
 PROXY = """
 daemon off; master_process off; worker_processes 1; pid %(dir)s/nginx.pid; error_log stderr crit;
@@ -166,23 +165,5 @@ class GatewayBench(Bench):
         listener.close()
 
 
-def main():
-    parts = ("answers", "bursts", "memory")
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--bin", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--part", action="append", choices=parts)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = GatewayBench(args, Path(folder))
-        try:
-            for part in args.part or parts:
-                getattr(bench, part)()
-        finally:
-            bench.close()
-        bench.table()
-        return any(row["good"] is False for row in bench.rows)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(GatewayBench, ("answers", "bursts", "memory")))

@@ -10,7 +10,7 @@
 
 namespace evalrt {
 
-/// What a row says about scheduling.
+/// What a row says about scheduling; of `servers` that are alike behind one queue, for all together.
 SchedulerOptions scheduler_options(const BackendRow& row, unsigned servers = 1);
 RadixPlanner::Options planner_options(const BackendRow& row);
 

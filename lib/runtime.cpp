@@ -302,7 +302,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 if (options.enough && options.enough(*journal)) co_return without_server();
             }
             if (options.ask_first)
-                if (auto failure = co_await first_token(*http)) co_return failure;
+                if (auto failure = co_await first_token(http_options())) co_return failure;
             if (auto failure = co_await find_replicas()) co_return failure;
         }
         if (journal && starts) {
@@ -391,7 +391,9 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
 
     // Of a server that runs; it may be busy, or only just starting. That it refuses our request
     // does not say that it refuses theirs: some models take no temperature, or no max_tokens.
-    asio::awaitable<Failure> first_token(HttpBackend& to) {
+    asio::awaitable<Failure> first_token(HttpOptions with) {
+        with.limits.whole = options.startup_timeout;
+        HttpBackend to(executor, row, with);
         detail::RetryTable table(options.retry);
         detail::RetryState state;
         for (;;) {
@@ -424,7 +426,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             with.url = it;
             more.push_back(std::make_unique<HttpBackend>(executor, row, with, options.log));
             Failure failure;
-            if (options.ask_first) failure = co_await first_token(*more.back());
+            if (options.ask_first) failure = co_await first_token(with);
             if (failure && failure.code != Errc::unreachable) co_return failure;
             away.push_back(bool(failure));
             if (failure) say(fmt::format("{}: {}; the run begins without it", it, failure.detail));

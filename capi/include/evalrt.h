@@ -80,7 +80,7 @@ typedef struct evalrt_config {
     uint32_t port;                     /* of the server to start; default: any free one */
     uint32_t max_context;              /* tokens; only where the server can be told */
     uint32_t max_in_flight;            /* requests sent at once; default: the backend's */
-    uint32_t startup_timeout_ms;       /* default: five minutes */
+    uint32_t startup_timeout_ms;       /* to the server's first token; default: five minutes */
     void (*EVALRT_NULLABLE on_log)(void* EVALRT_NULLABLE log_user, const char* line);
     void* EVALRT_NULLABLE log_user; /* known until evalrt_release returns */
     /* File that keeps every answer before its EVALRT_DONE; what it has is not asked again. One that

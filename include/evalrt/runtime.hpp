@@ -29,7 +29,7 @@ struct RuntimeOptions {
     std::string probe_folder;             ///< where store_probe() keeps what async_probe() measured
     bool ask_first = true; ///< have it name its models and answer one token, before it is open
     Order order = Order::planned;
-    std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)};
+    std::chrono::milliseconds startup_timeout{std::chrono::minutes(5)}; ///< to its first token
     TimeLimits limits;
     RetryOptions retry;
     StopOptions stop;         ///< when the rest of a run is not worth asking for; default: never

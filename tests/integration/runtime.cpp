@@ -5,6 +5,7 @@
 #include "support/catch.hpp"
 
 #include <boost/asio/io_context.hpp>
+#include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/steady_timer.hpp>
 
 #include <cstdlib>
@@ -154,6 +155,20 @@ TEST_CASE("a runtime may be closed or destroyed while its server is started agai
         stack.runtime->async_close([&](error_code) { closed = true; });
         stack.run_until([&] { return closed && ended == 3; });
     }
+}
+
+TEST_CASE(
+    "a server at a URL that takes connections and never answers ends at the startup timeout") {
+    Stack stack;
+    asio::ip::tcp::acceptor deaf(stack.io, {asio::ip::address_v4::loopback(), 0});
+    stack.options.url = "http://127.0.0.1:" + std::to_string(deaf.local_endpoint().port()) + "/v1";
+    stack.options.probe = false; // that has a limit of its own
+    stack.options.startup_timeout = 300ms;
+    stack.runtime = std::make_unique<Runtime>(stack.io.get_executor(), stack.options);
+    std::optional<error_code> opened;
+    stack.runtime->async_open([&](error_code ec, std::string) { opened = ec; });
+    stack.run_until([&] { return opened.has_value(); });
+    CHECK(*opened == Errc::timed_out);
 }
 
 TEST_CASE("a server at a URL that is busy at first is waited for") {

@@ -179,6 +179,8 @@ std::optional<GatewayOptions> gateway_of(const evalrt_config& config) {
     options.port = port_of(config.gateway_port, "gateway_port");
     options.token = string_of(config.gateway_token);
     options.model = string_of(config.model);
+    if (config.gateway_token && options.token.empty())
+        refuse("the gateway_token is empty: NULL asks for none");
     if (std::any_of(options.token.begin(), options.token.end(),
                     [](char c) { return c <= ' ' || c >= 0x7f; }))
         refuse("the gateway_token has a space, a control character or no ASCII in it");

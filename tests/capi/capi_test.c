@@ -606,6 +606,8 @@ static void open_errors(void) {
     config.gateway = true;
     config.gateway_token = "a b";
     CHECK_OPEN(config, EVALRT_INVALID, "gateway_token");
+    config.gateway_token = ""; /* as from a variable that is not set: not open to all */
+    CHECK_OPEN(config, EVALRT_INVALID, "gateway_token is empty");
     config.gateway_token = NULL;
     config.gateway_port = 65536;
     CHECK_OPEN(config, EVALRT_INVALID, "gateway_port is 65536");

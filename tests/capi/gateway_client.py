@@ -18,7 +18,7 @@ def ask(question):
     request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), {
         "Content-Type": "application/json", "Authorization": f"Bearer {token}"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)["choices"][0]["message"]["content"]
     except urllib.error.HTTPError as error:
         return f"HTTP {error.code}"

@@ -2,7 +2,9 @@
 """A model server for tests of the program: starts like mlx_lm.server, answers at once.
 
 What it does wrong depends on the name of the model, what it answers on the question. Standard
-library only. Prints what it is asked to the file named in FAKE_OPENAI_LOG, a JSON object a line.
+library only. Prints what it is asked to the file named in FAKE_OPENAI_LOG, a JSON object a line;
+with --port 0 the port that it has to stdout. FAKE_OPENAI_GATE="N FILE": after N requests it answers
+no more of them until FILE is there.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -23,14 +26,30 @@ args = parser.parse_args()
 if os.path.islink(sys.argv[0]):  # a server with a log of its own
     os.environ["FAKE_OPENAI_LOG"] = sys.argv[0] + ".log"
 
+
+def first_time():
+    """Whether no server before this one came here."""
+    try:
+        os.close(os.open(os.environ["FAKE_OPENAI_LOG"] + ".once", os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False
+
+
+if args.model == "finds-its-port-taken" and first_time():
+    print("OSError: [Errno 98] Address already in use", file=sys.stderr, flush=True)
+    sys.exit(1)
 if args.model == "dies-while-loading":
     print("loading weights\nValueError: no such model in this folder", file=sys.stderr, flush=True)
     sys.exit(3)
 
 lock = threading.Lock()
-running = 0
+crowd = threading.Condition(lock)
+running = most = 0  # requests at once, now and so far
 hung = threading.Event()
 counter = itertools.count()
+arrivals = itertools.count()
+gate = os.environ.get("FAKE_OPENAI_GATE", "").split(" ", 1) if "FAKE_OPENAI_GATE" in os.environ else []
 heard = set()
 
 
@@ -45,13 +64,14 @@ def busy():
         return False
 
 
-def first_time():
-    """Whether no server before this one came here."""
-    try:
-        os.close(os.open(os.environ["FAKE_OPENAI_LOG"] + ".once", os.O_CREAT | os.O_EXCL))
-        return True
-    except FileExistsError:
-        return False
+def keep_abreast():
+    """Waits, not for ever, until all servers with a log in this folder have been asked about as much."""
+    own = Path(os.environ["FAKE_OPENAI_LOG"])
+    for _ in range(3000):
+        lines = {path: path.read_bytes().count(b"\n") for path in own.parent.glob("*.log")}
+        if lines[own] <= min(lines.values()) + 8:
+            break
+        time.sleep(0.01)
 
 
 def log(entry):
@@ -61,10 +81,21 @@ def log(entry):
 
 
 class Handler(BaseHTTPRequestHandler):
+    inside = False
+
     def log_message(self, *_):
         pass
 
+    def leave(self):
+        """Not running any more: before its client can know that it is answered."""
+        global running
+        if self.inside:
+            self.inside = False
+            with lock:
+                running -= 1
+
     def answer(self, status, body, kind="application/json"):
+        self.leave()
         data = body.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -76,18 +107,23 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, json.dumps({"object": "list", "data": [{"id": args.model}]}))
 
     def do_POST(self):
-        global running
+        global running, most
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         question = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-        with lock:
+        with crowd:
             running += 1
             now = running
+            most = max(most, now)
+            crowd.notify_all()
+        self.inside = True
         log({"path": self.path, "body": body, "in_flight": now})
         try:
+            if question.startswith("meet"):  # until so many have been here at once
+                with crowd:
+                    crowd.wait_for(lambda: most >= int(question.split()[1]), 120)
             self.reply(body, question)
         finally:
-            with lock:
-                running -= 1
+            self.leave()
 
     def reply(self, body, question):
         if busy():
@@ -104,6 +140,11 @@ class Handler(BaseHTTPRequestHandler):
         if question == "hang up once" and first_time():
             self.close_connection = True
             return None
+        if gate and body.get("max_tokens") != 1 and next(arrivals) >= int(gate[0]):
+            while not os.path.exists(gate[1]):
+                time.sleep(0.01)
+        if question.startswith("abreast"):
+            keep_abreast()
         if question == "hold" or (question == "hold the second time" and question in heard):
             # until the client goes
             self.connection.recv(1)
@@ -144,6 +185,7 @@ class Handler(BaseHTTPRequestHandler):
                            "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if (body.get("stream_options") or {}).get("include_usage"):
             self.event(head | {"object": "chat.completion", "choices": [], "usage": usage})
+        self.leave()
         self.wfile.write(b"data: [DONE]\n\n")
 
     def talk(self, body):
@@ -171,4 +213,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
 
-Server((args.host, args.port), Handler).serve_forever()
+server = Server((args.host, args.port), Handler)
+if args.port == 0:
+    print(server.server_port, flush=True)
+server.serve_forever()

@@ -107,8 +107,9 @@ const std::array rows{
 
 // Recognised behind a URL.
 const std::array profiles{
-    // Blocks of 16 tokens are registered when they are allocated, so requests share a prefix that
-    // is being filled. 64: on two cores without a GPU it was still the fastest width tried.
+    // Blocks (of 16 tokens on a GPU; its /metrics tells) are registered when they are allocated,
+    // so requests share a prefix that is being filled. 64: on two cores without a GPU it was still
+    // the fastest width tried.
     BackendRow{
         .name = "vllm",
         .messages_endpoint = true,

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <charconv>
 
 namespace evalrt::detail {
 namespace {
@@ -50,6 +51,21 @@ std::string owner(const json::value& models) {
     const auto* data = find(models, "data");
     if (!data || !data->is_array() || data->get_array().empty()) return {};
     return text(data->get_array().front(), "owned_by");
+}
+
+// The number of a label in the line of a metric (Prometheus text); 0: none.
+std::int64_t label(std::string_view metrics, std::string_view metric, std::string_view name) {
+    auto line = metrics.substr(std::min(metrics.find("\n" + std::string(metric) + "{"), metrics.size()));
+    line = line.substr(0, line.find('\n', 1));
+    for (const char before : {'{', ','}) {
+        const auto key = before + std::string(name) + "=\"";
+        const auto at = line.find(key);
+        if (at == line.npos) continue;
+        std::int64_t n = 0;
+        std::from_chars(line.data() + at + key.size(), line.data() + line.size(), n);
+        return n;
+    }
+    return 0;
 }
 
 // A sign by which a server gives itself away: an answer to a path.
@@ -143,7 +159,7 @@ constexpr std::array more{
     Detail{"vllm", "/version"},        Detail{"sglang", "/get_server_info"},
     Detail{"llama-server", "/props"},  Detail{"lm-studio", "/api/v1/models"},
     Detail{"ollama", "/api/version"},  Detail{"omlx", "/api/status"},
-    Detail{"tinygpt", "/api/version"},
+    Detail{"tinygpt", "/api/version"}, Detail{"vllm", "/metrics"},
 };
 
 // Hosted services, by the end of the host's name: nothing there is worth a question.
@@ -251,6 +267,16 @@ void Recogniser::details(const Seen& seen) {
                     if (!result_.in_flight || text(instance, "id") == model_ ||
                         text(model, "key") == model_)
                         tell(number(instance, "config", "parallel"), "its \"parallel\"");
+    } else if (profile == "vllm" && seen.path == "/metrics") {
+        // Its block is 16 tokens on a GPU and 128 on a CPU, unless --block-size says otherwise.
+        const auto info = [&](std::string_view name) {
+            const auto n = label(seen.body, "vllm:cache_config_info", name);
+            return n > 0 && n < 1'000'000'000 ? n : 0;
+        };
+        const auto block = std::min<std::int64_t>(info("block_size"), 65536);
+        if (block > 0) result_.block = unsigned(block);
+        const auto tokens = std::max(info("kv_cache_size_tokens"), info("num_gpu_blocks") * block);
+        if (tokens > 0) result_.cache_tokens = tokens;
     } else if (seen.path == "/version" || seen.path == "/api/version" ||
                seen.path == "/api/status") {
         version = text(body, "version");
@@ -275,6 +301,13 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     it.release = profile->release;
     it.commit_delay = profile->commit_delay;
     it.shared_tokens = profile->shared_tokens;
+    it.block_tokens = profile->block_tokens;
+    if (recognition.block) {
+        it.block_tokens = *recognition.block;
+        it.shared_tokens = std::max(it.shared_tokens, *recognition.block);
+    }
+    it.cache_tokens = recognition.cache_tokens.value_or(profile->cache_tokens);
+    it.sessions = profile->sessions;
     it.match_length = profile->match_length;
     it.leaders = profile->leaders;
     it.repack = profile->repack;

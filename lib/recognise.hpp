@@ -8,6 +8,7 @@
 #include <boost/asio/awaitable.hpp>
 #include <boost/asio/cancellation_signal.hpp>
 
+#include <cstdint>
 #include <optional>
 #include <set>
 #include <string>
@@ -30,6 +31,8 @@ struct Recognition {
     std::string version;               ///< empty: it does not tell
     std::optional<unsigned> in_flight; ///< requests at once, as the server tells
     std::string in_flight_reason;
+    std::optional<unsigned> block;           ///< tokens that its cache has together
+    std::optional<std::int64_t> cache_tokens; ///< that its cache holds
 };
 
 /// Which GETs, and what their answers mean. No I/O.

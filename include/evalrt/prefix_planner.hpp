@@ -169,7 +169,7 @@ public:
         std::chrono::seconds patience{60}; ///< nobody waits longer for one leader, or its place
         bool in_order = false;             ///< as they arrive: only the figures are the tree's
         unsigned sessions = 0;             ///< begun and not ended, at most; 0: any number
-        std::size_t cache_bytes = 0;   ///< prompts and answers that the server holds; 0: any number
+        std::size_t cache_bytes = 0;   ///< prompts and answers that the server holds; 0: not known
         std::size_t remembered = 4096; ///< prompts that have ended, to say what may be cached
         /// Requests that may go before one that came earlier, and twice as many as waited at once:
         /// in a suite that is all there nobody counts as overtaken.
@@ -797,7 +797,10 @@ private:
             const auto grown = it->bytes - it->first_bytes;
             more += it->own + (growth_ > grown ? growth_ - grown : 0);
         }
-        return resident_ + more > options_.cache_bytes;
+        // The share of a new session is what kept the model of vLLM from prefilling one again:
+        // what its turns add is an estimate, and its server evicts those that wait first.
+        const auto most = entry.session ? options_.cache_bytes / 3 * 2 : options_.cache_bytes;
+        return resident_ + more > most;
     }
 
     Pick send(RequestId id, Node& leaf, Point now, std::string_view why) {

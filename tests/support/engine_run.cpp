@@ -155,6 +155,10 @@ BackendRow engine_row(const EngineConfig& config) {
     auto row = *find_profile_row(name);
     row.tools_before_system = false; // as render() has it
     if (config.kind == "llama") row.in_flight = config.batch;
+    if (config.kind == "vllm") { // its /metrics
+        row.block_tokens = unsigned(config.page);
+        row.cache_tokens = std::int64_t(config.cache);
+    }
     return row;
 }
 

@@ -1000,7 +1000,7 @@ TEST_CASE("the order of what waits is the order in which it goes, with what each
 TEST_CASE("a session's growth has its place in the server's cache before it begins") {
     Options options;
     options.release = Release::at_once;
-    options.cache_bytes = 2 * (6000 + block + 100) + 100;
+    options.cache_bytes = 3 * (6000 + block + 100) + 150; // new sessions get two thirds
     RadixPlanner planner(options);
     for (RequestId id = 1; id <= 3; ++id) {
         const std::string name(1, char('a' + id));

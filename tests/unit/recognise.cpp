@@ -87,6 +87,38 @@ TEST_CASE("each server is recognised by what only it answers") {
     CHECK(kind({{"/health", R"({"status": "ok"})"}}, "uvicorn") == "unknown - -");
 }
 
+TEST_CASE("vLLM's blocks and the size of its cache are those that it tells") {
+    const std::string before = "# TYPE vllm:cache_config_info gauge\n"
+                               "vllm:num_requests_running{block_size=\"7\"} 0.0\n";
+    const auto row = [&](const std::string& labels) {
+        const auto found = ask({{"/v1/models", models("vllm")},
+                                {"/metrics", before + "vllm:cache_config_info{" + labels +
+                                                 "} 1.0\nvllm:x{num_gpu_blocks=\"3\"} 1\n"}})
+                               .found;
+        return with_profile(*find_backend_row("openai-url"), found);
+    };
+    // Of 0.32 on a CPU, and of one that does not tell the tokens.
+    auto it = row(R"(_block_size_resolved="True",block_size="128",cache_dtype="auto",)"
+                  R"(effective_attention_block_size="64",kv_cache_size_tokens="93184",)"
+                  R"(num_gpu_blocks="728")");
+    CHECK(it.block_tokens == 128);
+    CHECK(it.shared_tokens == 128); // a shorter prefix is not shared
+    CHECK(it.cache_tokens == 93184);
+    it = row(R"(block_size="8",num_gpu_blocks="100")");
+    CHECK(it.block_tokens == 8);
+    CHECK(it.shared_tokens == 16);
+    CHECK(it.cache_tokens == 800);
+    for (const auto* nonsense :
+         {"", R"(block_size="None",num_gpu_blocks="None")", R"(block_size="-5",num_gpu_blocks="7")",
+          R"(block_size="16",num_gpu_blocks="99999999999999999999")", R"(block_size=")"}) {
+        it = row(nonsense);
+        CHECK(it.block_tokens == 16);
+        CHECK(it.cache_tokens == 0);
+    }
+    CHECK(with_profile(*find_backend_row("openai-url"), ask({{"/v1/models", models("vllm")}}).found)
+              .cache_tokens == 0);
+}
+
 TEST_CASE("LM Studio takes as many as the model that will be asked for") {
     const std::string body =
         R"({"models":[{"key":"idle","loaded_instances":[]},)"

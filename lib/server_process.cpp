@@ -725,12 +725,14 @@ void ServerProcess::Impl::end_readies(error_code code) {
     auto words = last_output();
     std::transform(words.begin(), words.end(), words.begin(),
                    [](unsigned char c) { return char(std::tolower(c)); });
-    if (port_in_use(executor, port) || words.find("address already in use") != words.npos ||
-        words.find("eaddrinuse") != words.npos)
-        text += "; " + port_taken();
+    const bool taken = port_in_use(executor, port) ||
+                       words.find("address already in use") != words.npos ||
+                       words.find("eaddrinuse") != words.npos;
+    if (taken) text += "; " + port_taken();
     text += last_lines();
+    if (!code) code = taken ? Errc::unreachable : Errc::exited;
     for (auto& weak : std::exchange(readies, {}))
-        if (auto ready = weak.lock()) ready->finish({code ? code : Errc::exited, text});
+        if (auto ready = weak.lock()) ready->finish({code, text});
 }
 
 ServerProcess::ServerProcess(asio::any_io_executor executor, ServerCommand command, LogSink log) {

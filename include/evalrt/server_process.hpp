@@ -55,8 +55,8 @@ public:
     /// token until it succeeds, and checks that the listener on the port is in its process group.
     ///
     /// Completes  at the first answer; after an error or cancellation when the probe has ended.
-    /// Errors     exited (with the last lines of its output), timed_out, unreachable (a stranger
-    ///            on the port), rejected (a 4xx again and again) and auth.
+    /// Errors     exited (with the last lines of its output), timed_out, unreachable (another
+    ///            program has the port), rejected (a 4xx again and again) and auth.
     /// Cancel     any type.
     /// Lifetime   *this and probe must outlive the operation.
     template <asio::completion_token_for<Signature> Token = asio::deferred_t>

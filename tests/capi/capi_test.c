@@ -113,13 +113,7 @@ static evalrt_config with_server(const char* model) {
 
 static evalrt_runtime* open_with(evalrt_config config) {
     evalrt_runtime* runtime = NULL;
-    evalrt_error* error = evalrt_open(&config, &runtime);
-    /* On a busy machine somebody may take the free port before the server does. */
-    for (int i = 0; i < 5 && strstr(evalrt_error_message(error), "start again"); ++i) {
-        evalrt_error_free(error);
-        error = evalrt_open(&config, &runtime);
-    }
-    CHECK_OK(error);
+    CHECK_OK(evalrt_open(&config, &runtime));
     CHECK(runtime);
     return runtime;
 }

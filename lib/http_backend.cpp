@@ -828,7 +828,7 @@ private:
     template <class Stream>
     Job<> drain(Stream& stream, Parser& parser) {
         end();
-        asio::steady_timer patience(impl_->executor, std::chrono::milliseconds(100));
+        asio::steady_timer patience(impl_->executor, impl_->options.drain_time);
         patience.async_wait([weak = this->weak_from_this()](error_code ec) {
             if (auto self = weak.lock(); self && !ec) {
                 self->late_.emplace();

@@ -27,14 +27,17 @@ struct HttpOptions {
     std::size_t body_limit = 64 << 20;         ///< bytes, one answer
     unsigned idle_connections = 64;            ///< kept open, where the row says keep-alive
     std::chrono::milliseconds idle_time{4000}; ///< shorter than servers' own limit (5 s and up)
+    /// What the body of a complete answer has to end, while nobody waits for it; else its
+    /// connection is not kept.
+    std::chrono::milliseconds drain_time{100};
 };
 
 /// One exchange a request: no queue, no retry, but for a kept connection that turns out to be
 /// closed. The text comes as a stream where the row says that the server's streams are complete,
 /// and the Response's body is one whole answer all the same. A request without a body is a GET, and
-/// the Response's body is then what came, unread, as it is of a plain request, also where its status
-/// is a failure. Where a server gives one choice whatever "n" says, a request for more is made so
-/// many times, one after another. Redirections are not followed.
+/// the Response's body is then what came, unread, as it is of a plain request, also where its
+/// status is a failure. Where a server gives one choice whatever "n" says, a request for more is
+/// made so many times, one after another. Redirections are not followed.
 ///
 /// Errors     see Errc; Response::detail has the server's own words.
 /// Throws     std::invalid_argument from the constructor: a URL, key or file that cannot be used.

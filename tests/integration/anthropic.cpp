@@ -5,6 +5,7 @@
 
 #include "support/catch.hpp"
 #include "support/fake_server.hpp"
+#include "support/patience.hpp"
 
 #include <boost/asio/io_context.hpp>
 #include <boost/json.hpp>
@@ -103,7 +104,7 @@ Asked ask(BackendRow backend_row, Request asked, const std::string& reply_with,
             ++times;
             result.response = std::move(response);
         });
-    io.run_for(std::chrono::seconds(60));
+    io.run_for(patience);
     REQUIRE(times == 1);
     if (!server.requests().empty()) result.received = server.requests().front();
     return result;
@@ -209,7 +210,7 @@ TEST_CASE("what cannot be said to the server is rejected before it is asked, wit
         Response got;
         backend.async_complete(request(std::move(endpoint), std::move(body)), {},
                                [&](error_code, Response response) { got = std::move(response); });
-        io.run_for(std::chrono::seconds(60));
+        io.run_for(patience);
         CHECK(got.outcome == Errc::rejected);
         CHECK(got.stage == Stage::none);
         return got.detail;
@@ -290,7 +291,7 @@ TEST_CASE("what requests share is marked for the cache of an Anthropic server") 
             scheduler.async_complete(std::move(it), {},
                                      [&](error_code ec, Response) { answered += !ec; });
         }
-        io.run_for(std::chrono::seconds(60));
+        io.run_for(patience);
         CHECK(answered == 2);
         std::vector<json::value> got;
         for (const auto& received : server.requests()) got.push_back(json::parse(received.body));

@@ -2,6 +2,7 @@
 
 #include "support/catch.hpp"
 #include "support/fake_server.hpp"
+#include "support/patience.hpp"
 
 #include <boost/asio/bind_cancellation_slot.hpp>
 #include <boost/asio/cancellation_signal.hpp>
@@ -12,6 +13,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <filesystem>
 #include <fstream>
@@ -20,7 +22,10 @@
 
 #include <dlfcn.h>
 #include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 using namespace evalrt;
@@ -36,6 +41,9 @@ namespace {
 thread_local int sends = 0;
 thread_local std::deque<std::size_t> read_sizes; // of the next reads; the last one stays
 thread_local std::vector<Clock::time_point> connects;
+thread_local int last_socket = -1;           // that was connected
+thread_local std::function<void()> on_bytes; // were read
+std::atomic<int> running = 0;                // requests
 
 template <class F>
 F* original(F*, const char* name) {
@@ -64,17 +72,22 @@ ssize_t sendmsg(int fd, const msghdr* message, int flags) {
 }
 
 ssize_t recv(int fd, void* data, size_t size, int flags) {
-    return original(&::recv, "recv")(fd, data, flags & MSG_PEEK ? size : at_most(size), flags);
+    const auto n =
+        original(&::recv, "recv")(fd, data, flags & MSG_PEEK ? size : at_most(size), flags);
+    if (n > 0 && !(flags & MSG_PEEK) && on_bytes) on_bytes();
+    return n;
 }
 
 int connect(int fd, const sockaddr* address, socklen_t size) {
     connects.push_back(Clock::now());
+    last_socket = fd;
     return original(&::connect, "connect")(fd, address, size);
 }
 
 int getaddrinfo(const char* host, const char* service, const addrinfo* hints, addrinfo** list) {
-    if (host && std::string_view(host) == "slow.test") {
-        std::this_thread::sleep_for(1s);
+    if (host && std::string_view(host) == "slow.test") { // not while somebody could wait for it
+        for (const auto end = Clock::now() + 2 * patience; running > 0 && Clock::now() < end;)
+            std::this_thread::sleep_for(1ms);
         return EAI_NONAME;
     }
     return original(&::getaddrinfo, "getaddrinfo")(host, service, hints, list);
@@ -84,11 +97,16 @@ int getaddrinfo(const char* host, const char* service, const addrinfo* hints, ad
 
 namespace {
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr Ms late_by = 3s;
-#else
-constexpr Ms late_by = 500ms;
-#endif
+// Of what is over at once, on a slow machine; far from what it must not wait for.
+constexpr Ms soon = 60s;
+
+// With kept connections that do not expire, and no limit that a slow machine could come to.
+HttpOptions unhurried() {
+    HttpOptions options;
+    options.limits = {2 * patience, 2 * patience, 2 * patience, 2 * patience, Ms(0)};
+    options.idle_time = 2 * patience;
+    return options;
+}
 
 const std::string canary = "sk-canary-0123456789";
 
@@ -134,7 +152,7 @@ struct Result {
 
 class Client {
 public:
-    explicit Client(std::string url, BackendRow row = plain(), HttpOptions options = {}) {
+    explicit Client(std::string url, BackendRow row = plain(), HttpOptions options = unhurried()) {
         options.url = std::move(url);
         backend.emplace(io.get_executor(), std::move(row), std::move(options),
                         [this](std::string_view line) { log += std::string(line) + "\n"; });
@@ -143,6 +161,7 @@ public:
     void start(Result& result, Request request = chat(), asio::cancellation_slot slot = {},
                TextSink on_text = {}) {
         result.started = Clock::now();
+        ++running;
         backend->async_complete(
             std::move(request),
             [&result, on_text](std::string_view piece) {
@@ -150,6 +169,7 @@ public:
                 if (on_text) on_text(piece);
             },
             asio::bind_cancellation_slot(slot, [&result](error_code code, Response response) {
+                --running;
                 ++result.times;
                 result.code = code;
                 result.response = std::move(response);
@@ -158,9 +178,9 @@ public:
     }
 
     // Until nothing is left to do: a second completion would be seen, a forgotten timer too.
-    void run(Clock::duration limit = 60s) {
+    void run() {
         io.restart();
-        io.run_for(limit);
+        io.run_for(patience);
         REQUIRE(io.stopped());
     }
 
@@ -270,7 +290,7 @@ Errc outcome(const Result& result) {
 bool contains(std::string_view text, std::string_view part) { return text.find(part) != text.npos; }
 
 bool eventually(const std::function<bool()>& holds) {
-    for (const auto end = Clock::now() + 10s; Clock::now() < end;) {
+    for (const auto end = Clock::now() + patience; Clock::now() < end;) {
         if (holds()) return true;
         std::this_thread::sleep_for(1ms);
     }
@@ -281,12 +301,15 @@ std::ptrdiff_t open_files() {
     return std::distance(std::filesystem::directory_iterator("/dev/fd"), {});
 }
 
-// A loopback port where nothing listens.
-unsigned short closed_port() {
+// A loopback port where nobody else can listen, and nobody does.
+struct ClosedPort {
+    ClosedPort() {
+        acceptor.open(tcp::v4());
+        acceptor.bind({asio::ip::address_v4::loopback(), 0});
+    }
     asio::io_context io;
-    tcp::acceptor acceptor(io, {asio::ip::address_v4::loopback(), 0});
-    return acceptor.local_endpoint().port();
-}
+    tcp::acceptor acceptor{io};
+};
 
 FakeServer::Options repeating() {
     FakeServer::Options options;
@@ -300,7 +323,7 @@ FakeServer::Options repeating() {
 
 TEST_CASE("a request goes out in one write, its head and its body") {
     FakeServer server({{expect(), reply(with_length(chat_answer))}});
-    HttpOptions options;
+    auto options = unhurried();
     options.api_key = canary;
     Client client(server.url(), plain(), options);
     sends = 0;
@@ -411,7 +434,7 @@ TEST_CASE("a plain request goes out as it is, and what comes is not read") {
     auto row = plain();
     row.streams = true;
     row.ignored = {"n"};
-    HttpOptions options;
+    auto options = unhurried();
     options.model = "configured";
     options.override_model = true;
     Client client(server.url(), row, options);
@@ -436,36 +459,40 @@ TEST_CASE("a text that is held back is not read, costs no time limit, and goes o
                   std::string(1000, 'x') + "\"}}]}\n\n";
     stream += R"(data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})"
               "\n\ndata: [DONE]\n\n";
-    for (const bool cancelled : {false, true}) {
-        FakeServer server({{expect(), reply(until_close(stream, stream_type))}});
-        HttpOptions options;
-        options.limits.silence = options.limits.content_silence = 200ms;
-        Client client(server.url(), single_use(), options);
-        auto request = chat(true);
-        request.flow = std::make_shared<TextFlow>();
-        const auto flow = request.flow;
-        asio::cancellation_signal cancel;
-        Result result;
-        client.start(result, std::move(request), cancel.slot(), [&](std::string_view) {
-            if (result.pieces.size() == 1) flow->hold();
-        });
-        client.io.run_for(1s);
-        const auto pieces = result.pieces.size();
-        CHECK(pieces >= 1);
-        CHECK(pieces < 1000);
-        client.io.run_for(1s);
-        CHECK(result.pieces.size() == pieces);
-        REQUIRE(result.times == 0);
-        if (cancelled)
-            cancel.emit(asio::cancellation_type::terminal);
-        else
-            flow->go();
-        client.run();
-        CHECK(result.times == 1);
-        CHECK(result.response.outcome.value_or(Errc::poison) ==
-              (cancelled ? Errc::cancelled : Errc::poison));
-        if (!cancelled) CHECK(result.pieces.size() == events);
-    }
+    for (const bool cancelled : {false, true})
+        CHECK(with_longer_limits([&](int times) {
+            FakeServer server({{expect(), reply(until_close(stream, stream_type))}});
+            auto options = unhurried();
+            const auto span = options.limits.silence = options.limits.content_silence =
+                200ms * times;
+            Client client(server.url(), single_use(), options);
+            auto request = chat(true);
+            request.flow = std::make_shared<TextFlow>();
+            const auto flow = request.flow;
+            asio::cancellation_signal cancel;
+            Result result;
+            client.start(result, std::move(request), cancel.slot(), [&](std::string_view) {
+                if (result.pieces.size() == 1) flow->hold();
+            });
+            while (result.pieces.empty() && result.times == 0) client.io.run_one();
+            if (result.times > 0) return false; // the silence before the text was too long
+            const auto pieces = result.pieces.size();
+            CHECK(pieces < 1000);
+            client.io.run_for(3 * span);
+            CHECK(result.pieces.size() == pieces);
+            REQUIRE(result.times == 0);
+            if (cancelled)
+                cancel.emit(asio::cancellation_type::terminal);
+            else
+                flow->go();
+            client.run();
+            CHECK(result.times == 1);
+            if (result.response.outcome == Errc::timed_out) return false; // or the one in it
+            CHECK(result.response.outcome.value_or(Errc::poison) ==
+                  (cancelled ? Errc::cancelled : Errc::poison));
+            if (!cancelled) CHECK(result.pieces.size() == events);
+            return true;
+        }));
 }
 
 // --- What comes back ---
@@ -522,7 +549,9 @@ TEST_CASE("an answer is the same wherever its bytes are cut") {
          {"HTTP/1.1 100 Continue\r\n\r\n" + chunked(chat_answer), with_length(chat_answer),
           chunked(chat_stream, stream_type), with_length(chat_stream, stream_type)}) {
         FakeServer server({{expect(), reply(bytes), again()}});
-        Client client(server.url());
+        auto options = unhurried();
+        options.drain_time = patience;
+        Client client(server.url(), plain(), options);
         for (std::size_t cut = 1; cut < bytes.size(); ++cut) {
             INFO("cut at " << cut);
             read_sizes = {cut, 1 << 20};
@@ -557,9 +586,7 @@ TEST_CASE("pieces of text reach on_text as they come, in order and once") {
     }
     script.push_back(reply(chunk(finish + done) + chunk("")));
     FakeServer server({script});
-    HttpOptions options;
-    options.limits.silence = 10s;
-    Client client(server.url(), plain(), options);
+    Client client(server.url());
     const auto result = client.ask(chat(true), [&](std::string_view) { server.go(); });
     CHECK(!result.code);
     CHECK(result.pieces == expected);
@@ -610,7 +637,7 @@ TEST_CASE("[DONE] ends the answer at once, though the body never ends") {
             Client client(server.url(), keep ? plain() : single_use());
             const auto result = client.ask(chat(true));
             check_answered(result);
-            CHECK(result.took < 50ms + late_by);
+            CHECK(result.took < soon);
             CHECK(client.backend->connections() == 0); // it was not worth keeping
             CHECK(server.unused() == "");
         }
@@ -740,7 +767,7 @@ TEST_CASE("a redirect is not followed, and named") {
         const auto target = elsewhere.url("/v1/chat/completions");
         FakeServer server(
             {{expect(), reply(with_length("", "Location: " + target + "\r\n", status))}});
-        HttpOptions options;
+        auto options = unhurried();
         options.api_key = canary;
         Client client(server.url(), plain(), options);
         const auto result = client.ask();
@@ -776,13 +803,8 @@ std::vector<Fault> faults() {
     const auto whole = with_length(chat_answer);
     const auto half = whole.substr(0, whole.size() / 2);
     const auto begun = open_stream({delta("Gr")});
-    Script comments{reply(begun)}, endless{reply("HTTP/1.1 200 OK\r\n")};
-    for (int i = 0; i < 400; ++i) {
-        comments.push_back(reply(chunk(": keepalive\n\n")));
-        comments.push_back(pause(5ms));
-        endless.push_back(reply("X-" + std::to_string(i) + ": y\r\n"));
-        endless.push_back(pause(5ms));
-    }
+    const Script comments{reply(begun), reply(chunk(": keepalive\n\n")), pause(5ms), over(2)};
+    const Script endless{reply("HTTP/1.1 200 OK\r\n"), reply("X: y\r\n"), pause(5ms), over(2)};
     std::string many;
     for (int i = 0; i < 5; ++i) many += "HTTP/1.1 102 Processing\r\n\r\n";
     std::string flood;
@@ -795,10 +817,10 @@ std::vector<Fault> faults() {
     add("headers that never end", endless, Errc::timed_out);
     add("closed in the headers", {reply("HTTP/1.1 200 OK\r\nConte")}, Errc::truncated);
     add("closed in the body", {reply(half)}, Errc::truncated);
-    add("reset in the body", {reply(half), pause(20ms), reset()}, Errc::truncated);
+    add("reset in the body", {reply(half), gate(), reset()}, Errc::truncated);
     add("silent in the body", {reply(half), hang()}, Errc::timed_out);
     add("closed in a stream", {reply(begun)}, Errc::truncated, Stage::text);
-    add("reset in a stream", {reply(begun), pause(20ms), reset()}, Errc::truncated, Stage::text);
+    add("reset in a stream", {reply(begun), gate(), reset()}, Errc::truncated, Stage::text);
     add("silent in a stream", {reply(begun), hang()}, Errc::timed_out, Stage::text);
     add("comments for ever", comments, Errc::timed_out, Stage::text);
     add("[DONE], and no end", {reply(open_stream({chat_stream})), hang()}, {}, Stage::text);
@@ -876,45 +898,56 @@ std::vector<Fault> faults() {
 } // namespace
 
 TEST_CASE("every fault ends its request once, in its class, in its time, and leaves nothing") {
-    HttpOptions options;
     const auto before = open_files();
-    for (const auto& fault : faults()) {
-        // Short where it is the limit that ends it; else a busy machine must not come to it.
-        const Ms span = fault.outcome == Errc::timed_out ? 150ms : 10s;
-        options.limits = {span, span, span, 2 * span, 10s};
+    const auto play = [](const Fault& fault, bool stream, bool kept, int times) {
+        auto options = unhurried();
+        const bool late = fault.outcome == Errc::timed_out;
+        const Ms span = 150ms * times;
+        if (late) options.limits = {span, span, span, 2 * span, Ms(0)};
+        Script script{expect()}, first{expect(), reply(with_length(chat_answer))};
+        script.insert(script.end(), fault.script.begin(), fault.script.end());
+        first.insert(first.end(), script.begin(), script.end());
+        FakeServer server({kept ? first : script, script}, repeating());
+        Client client(server.url(), plain(), options);
+        if (kept) {
+            const auto warm = client.ask(chat(stream));
+            if (late && warm.response.outcome == Errc::timed_out) return false;
+            check_answered(warm);
+        }
+        on_bytes = [&] { server.go(); };
+        const auto result = client.ask(chat(stream));
+        on_bytes = {};
+        // The limit was reached before what comes in front of the fault was there.
+        if (late && result.response.outcome == Errc::timed_out &&
+            result.response.stage < fault.stage)
+            return false;
+        CHECK(result.response.outcome == fault.outcome);
+        CHECK(result.response.stage == fault.stage);
+        CHECK(result.response.attempts == 1);
+        if (!fault.outcome) check_answered(result);
+        if (late) CHECK(result.took >= span);
+        CHECK(result.took < (late ? 2 * span : Ms(0)) + soon);
+        // An error as an answer is a whole answer: only then may its connection stay.
+        CHECK(client.backend->connections() <= 1);
+        if (fault.outcome && !fault.name.starts_with("status ") &&
+            fault.name != "an error in a stream")
+            CHECK(client.backend->connections() == 0);
+        // A kept connection that closes without a byte is tried once more, afresh.
+        const bool again = kept && fault.outcome == Errc::unreachable;
+        CHECK(server.connections() == (again ? 2 : 1));
+        client.backend.reset();
+        CHECK(server.quiet());
+        return true;
+    };
+    for (const auto& fault : faults())
         for (const bool stream : {false, true})
             for (const bool kept : {false, true}) {
                 // Each of 300 statuses in every combination would say little more.
                 if (fault.name.starts_with("status ") && stream != kept) continue;
                 INFO(fault.name << ", stream " << stream << ", kept connection " << kept);
-                {
-                    Script script{expect()}, first{expect(), reply(with_length(chat_answer))};
-                    script.insert(script.end(), fault.script.begin(), fault.script.end());
-                    first.insert(first.end(), script.begin(), script.end());
-                    FakeServer server({kept ? first : script, script}, repeating());
-                    Client client(server.url(), plain(), options);
-                    if (kept) check_answered(client.ask(chat(stream)));
-                    const auto result = client.ask(chat(stream));
-                    CHECK(result.response.outcome == fault.outcome);
-                    CHECK(result.response.stage == fault.stage);
-                    CHECK(result.response.attempts == 1);
-                    if (!fault.outcome) check_answered(result);
-                    if (fault.outcome == Errc::timed_out) CHECK(result.took >= span);
-                    CHECK(result.took <
-                          (fault.outcome == Errc::timed_out ? 2 * span : Ms(0)) + late_by);
-                    // An error as an answer is a whole answer: only then may its connection stay.
-                    CHECK(client.backend->connections() <= 1);
-                    if (fault.outcome && !fault.name.starts_with("status ") &&
-                        fault.name != "an error in a stream")
-                        CHECK(client.backend->connections() == 0);
-                    // A kept connection that closes without a byte is tried once more, afresh.
-                    const bool again = kept && fault.outcome == Errc::unreachable;
-                    CHECK(server.connections() == (again ? 2 : 1));
-                    client.backend.reset();
-                    CHECK(server.quiet());
-                }
+                CHECK(with_longer_limits(
+                    [&](int times) { return play(fault, stream, kept, times); }));
             }
-    }
     CHECK(eventually([&] { return open_files() == before; }));
 }
 
@@ -971,7 +1004,7 @@ TEST_CASE("JSON that is made to break its reader does not") {
             const auto result = client.ask(chat(stream));
             CHECK(result.response.outcome == errc);
             if (!errc) CHECK(result.response.text == text);
-            CHECK(result.took < 5s + late_by);
+            CHECK(result.took < soon);
         }
     // What goes out is held to the same.
     FakeServer server({{expect(), reply(with_length(chat_answer))}}, repeating());
@@ -986,7 +1019,7 @@ TEST_CASE("JSON that is made to break its reader does not") {
 
 TEST_CASE("no name of a model becomes a header") {
     FakeServer server({{expect(), reply(with_length(chat_answer))}});
-    HttpOptions options;
+    auto options = unhurried();
     options.model = "m\r\nX-Injected: yes\r\n\r\n\"}";
     options.override_model = true;
     Client client(server.url(), plain(), options);
@@ -1000,7 +1033,7 @@ TEST_CASE("words of another protocol are shown") {
     Client client(server.url());
     const auto result = client.ask();
     CHECK(result.response.detail.ends_with(": SSH-2.0-OpenSSH_9.2p1"));
-    CHECK(result.took < late_by); // at once, though nothing more comes
+    CHECK(result.took < soon); // at once, though nothing more comes
 }
 
 TEST_CASE("a body that is no answer is malformed") {
@@ -1043,23 +1076,38 @@ TEST_CASE("headers up to the limit are read, above it they are malformed") {
 }
 
 TEST_CASE("an event of 5 MB is delivered, in linear time") {
-    const std::string text(5 << 20, 'x');
+    // Of this thread, which others do not lengthen.
+    const auto processor_time = [] {
+        timespec now{};
+        ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+        return double(now.tv_sec) + double(now.tv_nsec) / 1e9;
+    };
+    const auto deliver = [&](std::size_t size, std::size_t read) {
+        const std::string text(size, 'x');
+        double best = 1e9;
+        for (int i = 0; i < 3; ++i) {
+            FakeServer server(
+                {{expect(), reply(open_stream({delta(text) + finish + done}) + chunk(""))}});
+            Client client(server.url());
+            read_sizes = {read};
+            const auto begin = processor_time();
+            const auto result = client.ask(chat(true));
+            best = std::min(best, processor_time() - begin);
+            read_sizes.clear();
+            CHECK(!result.code);
+            CHECK((result.response.text == text));
+            CHECK(result.pieces.size() == 1);
+        }
+        return best;
+    };
     for (const std::size_t read : {std::size_t(500), std::size_t(1) << 20}) {
-        FakeServer server(
-            {{expect(), reply(open_stream({delta(text) + finish + done}) + chunk(""))}});
-        Client client(server.url());
-        read_sizes = {read};
-        const auto result = client.ask(chat(true));
-        read_sizes.clear();
-        CHECK(!result.code);
-        CHECK((result.response.text == text));
-        CHECK(result.pieces.size() == 1);
-        CHECK(result.took < 2s + late_by);
+        const auto small = deliver(5 << 17, read), large = deliver(5 << 20, read);
+        CHECK(large < 30 * std::max(small, 0.02)); // 8 times where it is linear, else 64
     }
 }
 
 TEST_CASE("an event over the limit ends a stream early") {
-    HttpOptions options;
+    auto options = unhurried();
     options.event_limit = 1 << 20;
     const std::string text((1 << 20) - 200, 'x');
     for (const bool over : {false, true}) {
@@ -1090,7 +1138,7 @@ TEST_CASE("an event over the limit ends a stream early") {
 }
 
 TEST_CASE("a body over the limit is malformed and not read to its end") {
-    HttpOptions options;
+    auto options = unhurried();
     options.body_limit = 1 << 20;
     const std::string large = R"({"choices": [")" + std::string(64 << 20, 'x') + "\"]}";
     for (const auto& bytes :
@@ -1120,12 +1168,10 @@ TEST_CASE("a chunk's head and a trailer have an end") {
          {head + std::string(64 << 20, '0'), head + "5;" + std::string(64 << 20, 'x'),
           head + chunk(chat_answer) + "0\r\nX: " + std::string(64 << 20, 'x')}) {
         FakeServer server({{expect(), reply(bytes), hang()}});
-        HttpOptions options;
-        options.limits.silence = 10s;
-        Client client(server.url(), plain(), options);
+        Client client(server.url());
         const auto result = client.ask();
         CHECK(outcome(result) == Errc::malformed);
-        CHECK(result.took < 1s + late_by);
+        CHECK(result.took < soon);
         CHECK(contains(server.unused(), "ended at step 1"));
     }
 }
@@ -1133,7 +1179,8 @@ TEST_CASE("a chunk's head and a trailer have an end") {
 // --- What breaks ---
 
 TEST_CASE("nothing listens: unreachable, with what to do") {
-    const auto port = std::to_string(closed_port());
+    const ClosedPort closed;
+    const auto port = std::to_string(closed.acceptor.local_endpoint().port());
     for (const auto host : {"127.0.0.1", "localhost"}) {
         Client client("http://" + std::string(host) + ":" + port + "/v1");
         const auto result = client.ask();
@@ -1211,7 +1258,7 @@ TEST_CASE("wherever the answer is cut, the request fails exactly once") {
                 else // what has come may be lost with the connection
                     CHECK((errc == Errc::truncated || errc == Errc::unreachable));
                 CHECK(client.backend->connections() == 0);
-                CHECK(result.took < late_by);
+                CHECK(result.took < soon);
             }
             if (!abort)
                 CHECK(n == enough);
@@ -1253,14 +1300,9 @@ TEST_CASE("every phase of an exchange has its limit") {
         Script script;
         std::string words;
     };
-    std::vector<Step> comments, drip;
-    for (int i = 0; i < 2000; ++i) {
-        comments.push_back(reply(chunk(": keepalive\n\n")));
-        comments.push_back(pause(5ms));
-        drip.push_back(reply(chunk(delta("x"))));
-        drip.push_back(pause(5ms));
-    }
-    const auto after = [](Script script, const std::vector<Step>& more) {
+    const Script comments{reply(chunk(": keepalive\n\n")), pause(5ms), over(2)};
+    const Script drip{reply(chunk(delta("x"))), pause(5ms), over(2)};
+    const auto after = [](Script script, const Script& more) {
         script.insert(script.end(), more.begin(), more.end());
         return script;
     };
@@ -1302,7 +1344,7 @@ TEST_CASE("every phase of an exchange has its limit") {
               "no complete answer"}}) {
         INFO(name);
         FakeServer server({script});
-        HttpOptions options;
+        auto options = unhurried();
         options.limits.*limit = span;
         Client client(server.url(), plain(), options);
         auto request = chat(true);
@@ -1313,7 +1355,7 @@ TEST_CASE("every phase of an exchange has its limit") {
         CHECK(contains(result.response.detail, words));
         CHECK(contains(result.response.detail, "within 0.08 s"));
         CHECK(result.took >= span);
-        CHECK(result.took < span + late_by);
+        CHECK(result.took < span + soon);
         CHECK(client.backend->connections() == 0);
         if (script.back().kind == Step::Kind::hang) CHECK(server.unused() == "");
         server.go();
@@ -1330,7 +1372,7 @@ TEST_CASE("connecting has its limit: backlog, handshake, name look-up") {
     for (const auto& url :
          {full.url(), "https" + silent.url().substr(4), std::string("http://slow.test:1/v1")}) {
         INFO(url);
-        HttpOptions options;
+        auto options = unhurried();
         options.limits.connect = 80ms;
         Client client(url, plain(), options);
         const auto result = client.ask();
@@ -1338,7 +1380,7 @@ TEST_CASE("connecting has its limit: backlog, handshake, name look-up") {
         CHECK(contains(result.response.detail, "no connection within 0.08 s"));
         CHECK(result.response.stage == Stage::none);
         CHECK(result.took >= 80ms);
-        CHECK(result.took < 800ms);
+        CHECK(result.took < soon);
         CHECK(client.backend->connections() == 0);
     }
     CHECK(silent.quiet());
@@ -1346,20 +1388,25 @@ TEST_CASE("connecting has its limit: backlog, handshake, name look-up") {
 }
 
 TEST_CASE("time limits do not pass while the answer comes") {
-    Script script{expect(), reply(open_stream({}))};
-    for (int i = 0; i < 30; ++i) {
-        script.push_back(pause(10ms));
-        script.push_back(reply(chunk(delta("x"))));
-    }
-    script.push_back(reply(chunk(finish)));
-    script.push_back(reply(chunk("")));
-    FakeServer server({script});
-    HttpOptions options;
-    options.limits = {150ms, 150ms, 150ms, 150ms, 60s};
-    Client client(server.url(), plain(), options);
-    const auto result = client.ask(chat(true));
-    CHECK(!result.code);
-    CHECK(result.took >= 300ms);
+    CHECK(with_longer_limits([](int times) {
+        Script script{expect(), reply(open_stream({}))};
+        for (int i = 0; i < 30; ++i) {
+            script.push_back(pause(10ms * times));
+            script.push_back(reply(chunk(delta("x"))));
+        }
+        script.push_back(reply(chunk(finish)));
+        script.push_back(reply(chunk("")));
+        FakeServer server({script});
+        auto options = unhurried();
+        const Ms span = 150ms * times;
+        options.limits = {span, span, span, span, 2 * patience};
+        Client client(server.url(), plain(), options);
+        const auto result = client.ask(chat(true));
+        if (result.response.outcome == Errc::timed_out) return false;
+        CHECK(!result.code);
+        CHECK(result.took >= 2 * span);
+        return true;
+    }));
 }
 
 TEST_CASE("a request can be cancelled in any phase, with any type") {
@@ -1369,7 +1416,7 @@ TEST_CASE("a request can be cancelled in any phase, with any type") {
     FakeServer full({}, deaf);
     auto paced = single_use();
     paced.backlog = 1;
-    paced.accept_interval = 5s;
+    paced.accept_interval = 2 * patience;
     const std::string large = R"({"prompt": ")" + std::string(32 << 20, 'x') + "\"}";
     struct Row {
         std::string name;
@@ -1386,8 +1433,6 @@ TEST_CASE("a request can be cancelled in any phase, with any type") {
               Row{"body", {expect(), reply(once.substr(0, once.size() - 9)), hang()}},
               Row{"stream", {expect(), reply(open_stream({delta("a")})), hang()}},
               Row{"second on a kept connection", {expect(), reply(once), expect(), hang()}}}) {
-            if (name == "look-up" && type != asio::cancellation_type::all)
-                continue; // a second each
             INFO(name << ", type " << int(type));
             FakeServer server({script});
             Client client(name == "connect"     ? full.url()
@@ -1409,8 +1454,7 @@ TEST_CASE("a request can be cancelled in any phase, with any type") {
             else
                 timer.async_wait([&](error_code) { signal.emit(type); });
             if (name == "pace") {
-                client.io.run_for(100ms);
-                CHECK(result.times == 1);
+                while (result.times == 0) client.io.run_one();
                 client.backend.reset();
                 server.go();
             } else {
@@ -1420,8 +1464,11 @@ TEST_CASE("a request can be cancelled in any phase, with any type") {
             CHECK(result.times == 1);
             CHECK(result.code == asio::error::operation_aborted);
             CHECK(result.response.outcome == Errc::cancelled);
-            CHECK(result.took < (name == "look-up" ? 800ms : 30ms + late_by));
-            if (name == "pace") continue; // the first one still runs
+            CHECK(result.took < soon);
+            if (name == "pace") { // the first one still runs
+                running = 0;
+                continue;
+            }
             server.go();
             CHECK(server.quiet());
         }
@@ -1431,7 +1478,7 @@ TEST_CASE("a request that is cancelled before it has begun is not sent") {
     FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, repeating());
     auto paced = single_use();
     paced.backlog = 1;
-    paced.accept_interval = 700ms;
+    paced.accept_interval = 2 * patience;
     for (const auto& row : {plain(), paced}) {
         Client client(server.url(), row);
         check_answered(client.ask()); // there is a kept connection, or a pause to come
@@ -1443,17 +1490,19 @@ TEST_CASE("a request that is cancelled before it has begun is not sent") {
         client.run();
         CHECK(result.times == 1);
         CHECK(result.response.outcome == Errc::cancelled);
-        CHECK(result.took < 500ms);
+        CHECK(result.took < soon);
         CHECK(server.requests().size() == before);
     }
 }
 
 TEST_CASE("a signal after the completion reaches nothing") {
     FakeServer server(
-        {{expect(), reply(open_stream({delta("Gr"), delta("üße"), finish, usage, done})),
-          pause(30ms), reply(chunk("")), again()}},
+        {{expect(), reply(open_stream({delta("Gr"), delta("üße"), finish, usage, done})), gate(),
+          reply(chunk("")), again()}},
         repeating());
-    Client client(server.url());
+    auto options = unhurried();
+    options.drain_time = patience;
+    Client client(server.url(), plain(), options);
     asio::cancellation_signal signal;
     for (int i = 0; i < 5; ++i) {
         Result result;
@@ -1461,6 +1510,7 @@ TEST_CASE("a signal after the completion reaches nothing") {
         client.io.restart();
         while (result.times == 0 && client.io.run_one() > 0) {}
         signal.emit(asio::cancellation_type::all); // the connection still waits for its end
+        server.go();
         client.run();
         check_answered(result);
         CHECK(result.times == 1);
@@ -1472,7 +1522,9 @@ TEST_CASE("a signal after the completion reaches nothing") {
 TEST_CASE("text may cancel its own request, and an answer ask the next one") {
     FakeServer server({{expect(), reply(with_length(chat_stream, stream_type)), again()}},
                       repeating());
-    Client client(server.url());
+    auto options = unhurried();
+    options.drain_time = patience;
+    Client client(server.url(), plain(), options);
     Result result;
     asio::cancellation_signal signal;
     client.start(result, chat(true), signal.slot(),
@@ -1517,12 +1569,20 @@ TEST_CASE("failures and streams leave a connection as good as it was") {
         {{expect(), reply(with_length("no", json_type, "500 Oops")), expect(),
           reply(chunked(chat_stream, stream_type)), expect(),
           // The stream's end comes after the answer has been given.
-          reply(open_stream({chat_stream})), pause(30ms), reply(chunk("")), expect(),
+          reply(open_stream({chat_stream})), gate(), reply(chunk("")), expect(),
           reply(chunked(delta("a"), stream_type)), expect(), reply(with_length(chat_answer))}});
-    Client client(server.url());
+    auto options = unhurried();
+    options.drain_time = patience;
+    Client client(server.url(), plain(), options);
     CHECK(outcome(client.ask()) == Errc::rejected);
     check_answered(client.ask(chat(true)));
-    check_answered(client.ask(chat(true)));
+    Result early;
+    client.start(early, chat(true));
+    client.io.restart();
+    while (early.times == 0 && client.io.run_one() > 0) {}
+    check_answered(early);
+    server.go();
+    client.run();
     CHECK(outcome(client.ask(chat(true))) == Errc::truncated);
     check_answered(client.ask());
     CHECK(server.connections() == 1);
@@ -1556,7 +1616,8 @@ TEST_CASE("a kept connection that has gone stale is replaced without a word") {
         Client client(server.url());
         check_answered(client.ask());
         server.go();
-        std::this_thread::sleep_for(30ms);
+        pollfd stale{.fd = last_socket, .events = POLLIN, .revents = 0};
+        REQUIRE(::poll(&stale, 1, int(Ms(patience).count())) == 1);
         check_answered(client.ask());
         CHECK(server.connections() == 2);
         CHECK(server.requests().size() == 2);
@@ -1607,7 +1668,7 @@ TEST_CASE("a server that closes idle connections at once makes no request fail")
 
 TEST_CASE("idle connections expire, those that are not the next to be used too") {
     FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, repeating());
-    HttpOptions options;
+    auto options = unhurried();
     options.idle_time = 300ms;
     Client client(server.url(), plain(), options);
     std::array<Result, 8> results;
@@ -1628,7 +1689,7 @@ TEST_CASE("idle connections expire, those that are not the next to be used too")
 TEST_CASE("no more connections are kept than the options say") {
     FakeServer server({{expect(), barrier(6), reply(with_length(chat_answer)), again()}},
                       repeating());
-    HttpOptions options;
+    auto options = unhurried();
     options.idle_connections = 2;
     Client client(server.url(), plain(), options);
     std::array<Result, 6> results;
@@ -1643,12 +1704,13 @@ TEST_CASE("a request over a kept connection does not wait for acknowledgements")
     for (const std::size_t size : {1, 1460, 4097, 65537}) {
         Request request;
         request.body = R"({"prompt": ")" + std::string(size, 'x') + "\"}";
-        std::vector<Clock::duration> times;
-        for (int i = 0; i < 50; ++i) times.push_back(client.ask(request).took);
-        std::nth_element(times.begin(), times.begin() + 25, times.end());
-        CHECK(times[25] < 20ms); // a delayed acknowledgement takes 40
+        for (int i = 0; i < 5; ++i) check_answered(client.ask(request));
     }
     CHECK(server.connections() == 1);
+    int at_once = 0;
+    socklen_t length = sizeof at_once;
+    REQUIRE(::getsockopt(last_socket, IPPROTO_TCP, TCP_NODELAY, &at_once, &length) == 0);
+    CHECK(at_once != 0);
 }
 
 TEST_CASE("connections are paced so that a small backlog does not overflow") {
@@ -1673,24 +1735,27 @@ TEST_CASE("connections are paced so that a small backlog does not overflow") {
 }
 
 TEST_CASE("requests cancelled while they wait to connect do not hold up the next one") {
-    FakeServer server({{expect(), reply(with_length(chat_answer))}}, repeating());
+    FakeServer server({{expect(), gate(), reply(with_length(chat_answer))}}, repeating());
     auto row = single_use();
     row.backlog = 1;
-    row.accept_interval = 100ms;
+    row.accept_interval = 300ms;
     Client client(server.url(), row);
+    server.go();
     check_answered(client.ask());
-    std::array<Result, 50> results;
-    asio::cancellation_signal signals[50];
-    for (int i = 0; i < 50; ++i) client.start(results[i], chat(), signals[i].slot());
+    constexpr std::size_t count = 1000; // if each of them had its time, it would be five minutes
+    std::vector<Result> results(count);
+    std::vector<asio::cancellation_signal> signals(count);
+    for (std::size_t i = 0; i < count; ++i) client.start(results[i], chat(), signals[i].slot());
     asio::steady_timer timer(client.io, 10ms);
     timer.async_wait([&](error_code) {
         for (auto& signal : signals) signal.emit(asio::cancellation_type::all);
     });
     client.run();
     for (auto& result : results) CHECK(result.response.outcome == Errc::cancelled);
+    server.go(2 * count); // also for those that a slow machine has connected in time
     const auto result = client.ask();
     check_answered(result);
-    CHECK(result.took < 1s + late_by);
+    CHECK(result.took < soon);
 }
 
 TEST_CASE("256 requests are in flight at once") {
@@ -1698,7 +1763,9 @@ TEST_CASE("256 requests are in flight at once") {
     options.backlog = 512;
     FakeServer server({{expect(), barrier(256), reply(chunked(chat_stream, stream_type)), again()}},
                       options);
-    Client client(server.url());
+    auto keeping = unhurried();
+    keeping.drain_time = patience;
+    Client client(server.url(), plain(), keeping);
     std::vector<Result> results(256);
     for (auto& result : results) client.start(result, chat(true));
     client.run();
@@ -1722,7 +1789,7 @@ TEST_CASE("cancelled at random, 2,000 requests end once each and leave nothing b
         REQUIRE(server.quiet());
         const auto baseline = open_files();
 
-        HttpOptions options;
+        auto options = unhurried();
         options.url = server.url();
         client.backend.emplace(client.io.get_executor(), row, options);
         constexpr int count = 2000, at_once = 32;
@@ -1752,7 +1819,7 @@ TEST_CASE("cancelled at random, 2,000 requests end once each and leave nothing b
                 [&](error_code) { one.signal.emit(asio::cancellation_type::all); });
         };
         for (int i = 0; i < at_once; ++i) next();
-        client.run(120s);
+        client.run();
         for (auto& one : all) CHECK(one.times == 1);
         CHECK(answered + cancelled == count);
         CHECK(other == 0);
@@ -1832,7 +1899,7 @@ TEST_CASE("TLS: a trusted certificate of the right name, and no other") {
         tls.tls = make_certificate(names, valid);
         FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, tls);
         const File file(tls.tls->certificate);
-        HttpOptions options;
+        auto options = unhurried();
         options.api_key = canary;
         if (trusted) options.ca_file = file.path;
         Client client("https://" + std::string(host) + ":" + std::to_string(server.port()) + "/v1",
@@ -1861,7 +1928,7 @@ TEST_CASE("TLS: without a file of certificates the system's count") {
     tls.tls = make_certificate("IP:127.0.0.1", 24h);
     FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, tls);
     const File file(tls.tls->certificate);
-    HttpOptions options;
+    auto options = unhurried();
     options.api_key = canary;
     {
         Client client(server.url(), plain(), options);
@@ -1878,7 +1945,7 @@ TEST_CASE("TLS: bodies of every framing, large ones, cuts and truncation") {
     FakeServer::Options tls = repeating();
     tls.tls = make_certificate("IP:127.0.0.1", 24h);
     const File file(tls.tls->certificate);
-    HttpOptions options;
+    auto options = unhurried();
     options.ca_file = file.path;
     struct Row {
         Script script;
@@ -1939,7 +2006,7 @@ TEST_CASE("localhost means 127.0.0.1 and ::1") {
         Client client("http://localhost:" + std::to_string(server->port()) + "/v1");
         const auto result = client.ask();
         check_answered(result);
-        CHECK(result.took < 50ms + late_by);
+        CHECK(result.took < soon);
         CHECK(server->requests().at(0).field("host") ==
               "localhost:" + std::to_string(server->port()));
         // By its own address, too.
@@ -1954,7 +2021,7 @@ TEST_CASE("localhost means 127.0.0.1 and ::1") {
 TEST_CASE("the end of a key file's line is trimmed; a key with control characters is refused") {
     for (const std::string end : {"\n", "\r\n", "\r", " \t\n"}) {
         FakeServer server({{expect(), reply(with_length(chat_answer))}});
-        HttpOptions options;
+        auto options = unhurried();
         options.api_key = canary + end;
         Client client(server.url(), plain(), options);
         check_answered(client.ask());
@@ -1962,7 +2029,7 @@ TEST_CASE("the end of a key file's line is trimmed; a key with control character
     }
     for (const auto& key : {canary + "\r\nX-Injected: yes", "\n" + canary, canary + " x",
                             canary + std::string(1, '\0') + "x", canary + "\xC3\xA4"}) {
-        HttpOptions options;
+        auto options = unhurried();
         options.api_key = key;
         try {
             Client client("http://127.0.0.1:1/v1", plain(), options);
@@ -1991,7 +2058,7 @@ TEST_CASE("bad options are refused at once") {
         CHECK(contains(what, "URL"));
         CHECK(!contains(what, "canary"));
     }
-    HttpOptions options;
+    auto options = unhurried();
     options.ca_file = "/no/such/file.pem";
     CHECK(contains(refused("https://h/v1", options), "/no/such/file.pem"));
 }
@@ -2020,7 +2087,7 @@ TEST_CASE("the key never comes out again, even from a server that repeats it") {
                   stream_type)}) {
         INFO(bytes);
         FakeServer server({{expect(), reply(bytes)}});
-        HttpOptions options;
+        auto options = unhurried();
         options.api_key = canary + "\n";
         auto row = plain();
         row.drop_seed_at_zero = true; // which is said

@@ -1,5 +1,7 @@
 #include "fake_server.hpp"
 
+#include "patience.hpp"
+
 #include <boost/asio/as_tuple.hpp>
 #include <boost/asio/awaitable.hpp>
 #include <boost/asio/co_spawn.hpp>
@@ -125,7 +127,9 @@ struct FakeServer::Impl {
             socket.async_connect(acceptor.local_endpoint(),
                                  [&stands](error_code ec) { stands = !ec; });
             io.restart();
-            io.run_for(std::chrono::milliseconds(100));
+            io.run_for(std::chrono::milliseconds(500));
+            io.restart();
+            io.poll(); // what a busy machine has not got to
         }
     }
 
@@ -232,6 +236,7 @@ struct FakeServer::Impl {
                 first = false;
                 i = std::size_t(-1); // the loop makes it 0
                 break;
+            case Step::Kind::over: i -= step.count + 1; break;
             }
             if (!good) co_return i;
         }
@@ -332,8 +337,7 @@ std::vector<Received> FakeServer::requests() const {
 
 bool FakeServer::quiet() const {
     std::unique_lock lock(impl_->mutex);
-    return impl_->all_closed.wait_for(lock, std::chrono::seconds(10),
-                                      [&] { return impl_->open == 0; });
+    return impl_->all_closed.wait_for(lock, patience, [&] { return impl_->open == 0; });
 }
 
 std::string FakeServer::unused() const {

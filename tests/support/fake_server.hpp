@@ -13,12 +13,24 @@ namespace evalrt::tests {
 
 /// One thing that a connection does. The end of the script closes it.
 struct Step {
-    enum class Kind { expect, reply, pause, gate, barrier, hang, half_close, reset, cut, again };
+    enum class Kind {
+        expect,
+        reply,
+        pause,
+        gate,
+        barrier,
+        hang,
+        half_close,
+        reset,
+        cut,
+        again,
+        over
+    };
     Kind kind;
     std::string bytes = {};            // reply
     std::size_t piece = 0;             // reply: bytes of one write; 0: all
     std::chrono::milliseconds time{0}; // pause; reply: between two writes
-    unsigned count = 0;                // barrier
+    unsigned count = 0;                // barrier, over
 };
 using Script = std::vector<Step>;
 
@@ -42,6 +54,9 @@ inline Step reset() { return {Step::Kind::reset}; }
 inline Step cut() { return {Step::Kind::cut}; }
 /// From the beginning, until the peer closes: a connection kept alive.
 inline Step again() { return {Step::Kind::again}; }
+
+/// The last so many steps over again, until the peer closes.
+inline Step over(unsigned steps) { return {Step::Kind::over, {}, 0, {}, steps}; }
 
 struct Certificate {
     std::string certificate, key; ///< PEM
@@ -84,7 +99,7 @@ public:
     unsigned connections() const; ///< accepted so far
     std::vector<Received> requests() const;
 
-    /// Waits until no connection is open. False: one still is after ten seconds.
+    /// Waits until no connection is open. False: one still is after tests::patience.
     bool quiet() const;
 
     /// Waits for quiet(). Empty: every script was played to its end; else what was not.

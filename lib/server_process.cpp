@@ -155,7 +155,7 @@ void close_from(int first) {
     [[maybe_unused]] auto written = ::write(0, &report, sizeof report);
     if (server < 0) ::_exit(1);
 
-    bool ended = false, terminating = false, killing = false;
+    bool ended = false, terminating = false, killing = false, told = false;
     for (int patience = 1000;;) {
         int status = 0;
         for (pid_t pid; (pid = ::waitpid(-1, &status, WNOHANG)) > 0;)
@@ -175,7 +175,8 @@ void close_from(int first) {
         const timespec pause = ended || killing ? timespec{0, 10'000'000} : timespec{1, 0};
         if (::pselect(1, &readable, nullptr, nullptr, &pause, &all_but_child) > 0) {
             char order = 0;
-            if (::read(0, &order, 1) != 1 || order == 'k') killing = true;
+            if (::read(0, &order, 1) != 1) killing = true;
+            if (order == 'k') killing = told = true;
             if (order == 't') {
                 terminating = true;
                 ::kill(-server, SIGTERM);
@@ -185,8 +186,10 @@ void close_from(int first) {
         if (::getppid() != host) killing = true;
     }
     written = ::write(0, &report, sizeof report);
-    // A host that was killed has left it behind.
-    if (!plan.remove_args.empty() && ::getppid() != host)
+    for (char order; ::recv(0, &order, 1, MSG_DONTWAIT) == 1;) told = told || order == 'k';
+    // A host that was killed has left it behind: it closed the link without a word, and may not yet
+    // have been replaced as our parent.
+    if (!plan.remove_args.empty() && ((written < 0 && !told) || ::getppid() != host))
         ::execve("/bin/rm", plan.remove_argv.data(), plan.envp.data());
     ::_exit(0);
 }
@@ -743,6 +746,7 @@ ServerProcess::ServerProcess(asio::any_io_executor executor, ServerCommand comma
 ServerProcess::~ServerProcess() {
     impl_->abandoned = true;
     if (impl_->guardian == 0) return;
+    impl_->order('k'); // not closed without a word: the folder is still ours
     error_code ignored;
     impl_->link.close(ignored);
     int status = 0;

@@ -663,6 +663,33 @@ TEST_CASE("kill -9 of the host leaves no process of the group") {
     ::close(pipe_ends[0]);
 }
 
+TEST_CASE("a server's folder goes when the host closes the link without a word, and only then") {
+    std::string folder = (std::filesystem::temp_directory_path() / "evalrt-XXXXXX").string();
+    REQUIRE(::mkdtemp(folder.data()));
+    auto command = shell("sleep 1000");
+    command.folder = folder;
+    {
+        asio::io_context io;
+        ServerProcess server(io.get_executor(), command);
+        REQUIRE_FALSE(wait(io, server.async_start()).code);
+    }
+    CHECK(std::filesystem::exists(folder));
+    // What a host is for a moment that has been killed: without its files, but still there.
+    const pid_t host = ::fork();
+    if (host == 0) {
+        asio::io_context io;
+        ServerProcess server(io.get_executor(), command);
+        Result start;
+        server.async_start()(note(start));
+        run_until(io, [&] { return start.times > 0; });
+        for (int fd = 3; fd < 1000; ++fd) ::close(fd);
+        for (;;) ::pause();
+    }
+    CHECK(soon([&] { return !std::filesystem::exists(folder); }));
+    ::kill(host, SIGKILL);
+    ::waitpid(host, nullptr, 0);
+}
+
 TEST_CASE("a guardian ignores what a terminal sends, and its own death is noticed") {
     asio::io_context io;
     ServerProcess server(io.get_executor(), shell("sleep 1000 & sleep 1000"));

@@ -32,5 +32,5 @@ function(evalrt_test name)
   target_link_libraries(test_${name} PRIVATE evalrt::evalrt evalrt_warnings Catch2::Catch2WithMain
     ${arg_LIBRARIES})
   add_test(NAME ${name} COMMAND test_${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}/tests)
-  set_tests_properties(${name} PROPERTIES LABELS ${arg_LABEL} TIMEOUT 300)
+  set_tests_properties(${name} PROPERTIES LABELS ${arg_LABEL} TIMEOUT 3600)
 endfunction()

@@ -57,7 +57,7 @@ class Program(unittest.TestCase):
             env["ANTHROPIC_API_KEY"] = key
         text = "\n".join(json.dumps(it) for it in lines)
         done = subprocess.run([EVALRT, "run", "-", *map(str, args)], cwd=self.dir, env=env,
-                              input=text, capture_output=True, text=True, timeout=60)
+                              input=text, capture_output=True, text=True, timeout=600)
         return done.returncode, [json.loads(it) for it in done.stdout.split("\n") if it], done.stderr
 
     def asked(self):

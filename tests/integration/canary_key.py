@@ -88,7 +88,7 @@ class Canary(unittest.TestCase):
         self.env = dict(os.environ, OPENAI_API_KEY=KEY, TMPDIR=folder.name)
 
     def run_program(self, *args, env=None):
-        done = subprocess.run([EVALRT, *args], cwd=self.dir, capture_output=True, timeout=60,
+        done = subprocess.run([EVALRT, *args], cwd=self.dir, capture_output=True, timeout=600,
                               env=env or self.env)
         self.look("stdout", done.stdout)
         self.look("stderr", done.stderr)
@@ -146,12 +146,12 @@ class Canary(unittest.TestCase):
                 json.loads(first)["url"] + "/chat/completions",
                 json.dumps(json.loads(line)["body"]).encode(), {"Content-Type": "application/json"})
             try:
-                with urllib.request.urlopen(request, timeout=30) as answer:
+                with urllib.request.urlopen(request, timeout=600) as answer:
                     self.look("answer", answer.read() + str(answer.headers).encode())
             except urllib.error.HTTPError as error:
                 self.look("answer", error.read() + str(error.headers).encode())
         program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=30)
+        out, err = program.communicate(timeout=600)
         self.look("stdout", out)
         self.look("stderr", err)
         self.look_at_files("journal")

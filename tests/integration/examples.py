@@ -5,38 +5,30 @@
 """
 
 import os
-import socket
 import subprocess
 import sys
-import time
 import unittest
 from pathlib import Path
 
 ASK = os.path.abspath(sys.argv.pop(1))
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
+sys.path.insert(0, str(TESTS / "support"))
+
+from patience import LONG, fake_openai  # noqa: E402
+
 OTHERS = ("--build", "--install", "--preset",  # of cmake
           "--num-threads", "--array", "--requeue", "--wrap")  # of harnesses and of Slurm
 
 
 class Examples(unittest.TestCase):
     def test_ask_prints_the_answer(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = subprocess.Popen([TESTS / "support" / "fake_openai.py", "--model", "small",
-                                   "--port", str(port)])
+        server, url = fake_openai("--model", "small")
         try:
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline:
-                with socket.socket() as client:
-                    if client.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.05)
             for program in (ASK, ASK + "_c"):
                 with self.subTest(program=program):
-                    done = subprocess.run([program, f"http://127.0.0.1:{port}/v1", "a question"],
-                                          timeout=30, capture_output=True, text=True)
+                    done = subprocess.run([program, url, "a question"], timeout=LONG,
+                                          capture_output=True, text=True)
                     self.assertEqual((done.returncode, done.stdout.strip()),
                                      (0, "answer to a question"), done.stderr)
         finally:
@@ -46,7 +38,7 @@ class Examples(unittest.TestCase):
     def test_ask_says_when_nobody_answers(self):
         for program in (ASK, ASK + "_c"):
             with self.subTest(program=program):
-                done = subprocess.run([program, "http://127.0.0.1:1/v1", "a question"], timeout=30,
+                done = subprocess.run([program, "http://127.0.0.1:1/v1", "a question"], timeout=LONG,
                                       capture_output=True, text=True)
                 self.assertEqual(done.returncode, 1)
                 self.assertIn("cannot connect to 127.0.0.1:1", done.stdout + done.stderr)

@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -27,20 +26,18 @@ if "--kills" in sys.argv:
     KILLS = int(sys.argv[at + 1])
     del sys.argv[at:at + 2]
 EVALRT = os.path.abspath(sys.argv.pop(1))
-SERVER = Path(__file__).resolve().parent.parent / "support" / "fake_openai.py"
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
+SERVER = SUPPORT / "fake_openai.py"
 SANITIZED = "SANITIZED" in os.environ
+sys.path.insert(0, str(SUPPORT))
+
+from patience import LONG, fake_openai, until  # noqa: E402
 
 
 def line(custom_id, question, **body):
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions",
                        "body": {"messages": [{"role": "user", "content": question}],
                                 "temperature": 0, **body}})
-
-
-def free_port():
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return it.getsockname()[1]
 
 
 class Base(unittest.TestCase):
@@ -52,10 +49,10 @@ class Base(unittest.TestCase):
         self.model = f"model-{os.getpid()}-{id(self)}"
 
     def tearDown(self):
-        deadline = time.monotonic() + 5
-        while self.servers() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.assertEqual(self.servers(), [], "a server was left behind")
+        try:
+            until(lambda: not self.servers(), 60)
+        except AssertionError:
+            self.fail(f"a server was left behind: {self.servers()}")
 
     def servers(self):
         out = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True).stdout
@@ -74,7 +71,7 @@ class Base(unittest.TestCase):
 
     def run_program(self, *args, **more):
         process = self.start(*args, **more)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=LONG)
         return process.returncode, out, err
 
     def own(self, model=None):
@@ -96,7 +93,7 @@ class Base(unittest.TestCase):
         rows = [json.loads(row) for row in self.log.read_text().splitlines() if row.endswith("}")]
         self.log.unlink()
         return [row["body"]["messages"][-1]["content"] for row in rows
-                if row["body"].get("max_tokens") != 1]
+                if row.get("body", {"max_tokens": 1}).get("max_tokens") != 1]
 
     def out(self, name="o"):
         return [json.loads(row) for row in (self.dir / name).read_text().splitlines()]
@@ -183,13 +180,11 @@ class Resume(Base):
         self.assertIn("'nonsense'", err)
 
     def test_an_interrupted_run_goes_on_with_the_same_command(self):
-        suite = self.suite(line("quick", "x"), line("slow", "sleep 30"))
+        suite = self.suite(line("quick", "x"), line("slow", "hold"))
         process = self.start("run", suite, "-o", "o", *self.own(), "--journal", "j")
-        deadline = time.monotonic() + 30
-        while not self.answered_in("o.part") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: self.answered_in("o.part"))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=LONG)
         self.assertEqual(process.returncode, 130, err)
         self.assertIn("interrupted: 1 of 2 answered in j; the same command asks for the rest", err)
         self.asked()
@@ -226,18 +221,10 @@ class Resume(Base):
         self.assertEqual(len(self.asked()), 4)
 
     def test_with_a_url_a_finished_run_asks_the_server_for_no_answer(self):
-        port = free_port()
-        server = subprocess.Popen([SERVER, "--model", self.model, "--port", str(port)],
-                                  env=self.env())
+        server, url = fake_openai("--model", self.model, env=self.env())
         try:
-            for _ in range(100):
-                with socket.socket() as it:
-                    if it.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.1)
             suite = self.suite(line("a", "x"))
-            args = ("run", suite, "-o", "o", "--backend", "openai-url", "--url",
-                    f"http://127.0.0.1:{port}/v1", "--journal", "j")
+            args = ("run", suite, "-o", "o", "--backend", "openai-url", "--url", url, "--journal", "j")
             code, _, err = self.run_program(*args)
             self.assertEqual(code, 0, err)
             self.asked()
@@ -321,16 +308,14 @@ class Report(Base):
         self.assertEqual(summary["journal"]["sessions"], 2)
 
     def test_a_report_while_the_run_goes_on(self):
-        self.suite(line("quick", "x"), line("slow", "sleep 20"))
+        self.suite(line("quick", "x"), line("slow", "hold"))
         process = self.start("run", "suite.jsonl", "-o", "o", *self.own(), "--journal", "j")
-        deadline = time.monotonic() + 30
-        while not self.answered_in("o.part") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: self.answered_in("o.part"))
         out = self.report("j", code=1)
         self.assertIn("answered 1 of 2 (50.0 %), failed 0, not run 1", out)
         self.assertIn(f"the process {process.pid} writes to it", out)
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=LONG)
         out = self.report("j", code=1)
         self.assertIn("answered 1 of 2", out)
         self.assertNotIn("writes to it", out)
@@ -354,10 +339,8 @@ class Report(Base):
 
     def remount_read_only(self, folder):
         """As soon as nobody has a file there open to write any more."""
-        deadline = time.monotonic() + 20
-        while subprocess.run(["mount", "-o", "remount,ro", folder], stderr=subprocess.DEVNULL).returncode:
-            self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.1)
+        until(lambda: subprocess.run(["mount", "-o", "remount,ro", folder],
+                                     stderr=subprocess.DEVNULL).returncode == 0)
 
     def test_a_journal_that_cannot_be_written_beside(self):
         folder = self.dir / "kept"
@@ -365,13 +348,11 @@ class Report(Base):
         if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder]).returncode:
             self.skipTest("cannot mount a tmpfs")
         self.addCleanup(subprocess.run, ["umount", "-l", folder])
-        suite = self.suite(line("quick", "x"), line("slow", "sleep 20"))
+        suite = self.suite(line("quick", "x"), line("slow", "hold"))
         process = self.start("run", suite, "-o", "o", *self.own(), "--journal", folder / "j")
-        deadline = time.monotonic() + 30
-        while not self.answered_in("o.part") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: self.answered_in("o.part"))
         process.kill()  # its last answers are beside the file
-        process.communicate(timeout=20)
+        process.communicate(timeout=LONG)
         self.assertGreater((folder / "j-wal").stat().st_size, 0)
         self.remount_read_only(folder)
         self.assertIn("answered 1 of 2", self.report(folder / "j", code=1))
@@ -393,7 +374,7 @@ class Report(Base):
         for args, code in ((("report", "j"), 4), (("backends",), 4),
                            (("run", suite, *self.own()), 2)):
             got = subprocess.run(["sh", "-c", '"$@" >&-', "sh", EVALRT, *map(str, args)], cwd=self.dir,
-                                 env=self.env(), capture_output=True, text=True, timeout=60)
+                                 env=self.env(), capture_output=True, text=True, timeout=LONG)
             self.assertEqual(got.returncode, code, got.stderr)
             self.assertIn("standard output", got.stderr)
         self.assertEqual(self.asked(), [])
@@ -475,17 +456,14 @@ class Refused(Base):
         self.assertEqual(len(err.splitlines()), 1, err)
 
     def test_a_second_process_is_told_who_has_it(self):
-        self.suite(line("slow", "sleep 20"))
+        self.suite(line("slow", "hold"))
         first = self.start("run", "suite.jsonl", "-o", "o", *self.own(), "--journal", "j")
-        deadline = time.monotonic() + 30
-        while "sleep 20" not in (self.log.read_text() if self.log.exists() else "") and \
-                time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: self.log.exists() and '"hold"' in self.log.read_text())
         code, _, err = self.run_program("run", "suite.jsonl", "-o", "o2", *self.own(), "--journal", "j")
         self.assertEqual(code, 4)
         self.assertIn(f"in use by the process {first.pid}", err)
         first.send_signal(signal.SIGINT)
-        first.communicate(timeout=20)
+        first.communicate(timeout=LONG)
 
     def test_a_folder_that_cannot_be_written(self):
         code, _, err = self.run_program("run", "suite.jsonl", "-o", "o", *self.own(), "--journal",
@@ -540,7 +518,7 @@ class Kills(Base):
             if victim != "server":
                 process.kill()
             code = None
-            process.communicate(timeout=60)
+            process.communicate(timeout=LONG)
             code = process.returncode
             kills += 1
             seen = self.answered_in("o.part") | (self.answered_in("o") if code == 0 else set())

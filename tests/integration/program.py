@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from pathlib import Path
 
 EVALRT = os.path.abspath(sys.argv.pop(1))
-SERVER = Path(__file__).resolve().parent.parent / "support" / "fake_openai.py"
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
+SERVER = SUPPORT / "fake_openai.py"
+sys.path.insert(0, str(SUPPORT))
+
+from patience import LONG, until  # noqa: E402
 
 
 def line(custom_id, question, **body):
@@ -48,7 +51,7 @@ class Program(unittest.TestCase):
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, **more)
 
-    def run_program(self, *args, stdin="", timeout=60):
+    def run_program(self, *args, stdin="", timeout=LONG):
         process = self.start(*args)
         out, err = process.communicate(stdin, timeout=timeout)
         return process.returncode, out, err
@@ -63,7 +66,7 @@ class Program(unittest.TestCase):
 
     def asked(self):
         rows = [json.loads(row) for row in self.log.read_text().splitlines()]
-        return [row for row in rows if row["body"].get("max_tokens") != 1]
+        return [row for row in rows if row.get("body", {"max_tokens": 1}).get("max_tokens") != 1]
 
     def rows(self, text):
         return [json.loads(row) for row in text.splitlines()]
@@ -227,7 +230,7 @@ class Program(unittest.TestCase):
     def test_a_server_that_dies_of_everything_ends_the_run(self):
         path = self.suite(*(line(f"q{i}", "x") for i in range(30)))
         code, _, err = self.run_program("run", path, "-o", "o", *self.own_server("dies-always"),
-                                        "--max-in-flight", "1", timeout=120)
+                                        "--max-in-flight", "1")
         self.assertEqual(code, 3, err)
         self.assertIn("stopped early: the server has ended (exit status 9)", err)
         self.assertLess(len(self.asked()), 10)
@@ -322,7 +325,7 @@ class Program(unittest.TestCase):
         process = self.start("run", "in", "-o", "out", *self.own_server())
         (self.dir / "in").write_text(line("a", "x"))
         written = (self.dir / "out").read_text()
-        self.assertEqual(process.wait(60), 0, process.stderr.read())
+        self.assertEqual(process.wait(LONG), 0, process.stderr.read())
         process.communicate()
         self.assertEqual(json.loads(written)["custom_id"], "a")
         self.assertTrue((self.dir / "out").is_fifo())
@@ -335,7 +338,7 @@ class Program(unittest.TestCase):
         process = self.start("run", self.suite(line("a", "x")), *self.own_server())
         process.stdout.close()
         err = process.stderr.read()
-        self.assertEqual(process.wait(60), 4)
+        self.assertEqual(process.wait(LONG), 4)
         process.stdin.close()
         process.stderr.close()
         self.assertIn("what was answered is lost: give -o or --journal a file", err)
@@ -386,9 +389,9 @@ class Program(unittest.TestCase):
     def test_a_url_where_nothing_answers_is_said(self):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
-            port = unused.getsockname()[1]
-        self.refused(3, "cannot connect", "run", self.suite(line("a", "x")), "-o", "out",
-                     "--backend", "openai-url", "--url", f"http://127.0.0.1:{port}/v1")
+            port = unused.getsockname()[1]  # bound, and nobody listens
+            self.refused(3, "cannot connect", "run", self.suite(line("a", "x")), "-o", "out",
+                         "--backend", "openai-url", "--url", f"http://127.0.0.1:{port}/v1")
 
     def test_a_wrong_key_is_said_before_the_run(self):
         self.refused(3, "Incorrect API key", "run", self.suite(line("a", "x")), "-o", "out",
@@ -397,24 +400,21 @@ class Program(unittest.TestCase):
     # Interruption
 
     def interrupted(self, signal_number):
-        lines = [line("quick", "x")] + [line(f"slow{i}", f"sleep 30 {i}") for i in range(20)]
+        """In the middle of a run that would not end by itself."""
+        lines = [line("quick", "x")] + [line(f"slow{i}", "hold") for i in range(20)]
         process = self.start("run", self.suite(*lines), "-o", "o", *self.own_server(), "--order",
                              "fifo")
-        deadline = time.monotonic() + 30
         part = self.dir / "o.part"
-        while time.monotonic() < deadline and not (part.exists() and part.read_text()):
-            time.sleep(0.05)
+        until(lambda: part.exists() and part.read_text())
         process.send_signal(signal_number)
-        begin = time.monotonic()
-        _, err = process.communicate(timeout=20)
-        return process.returncode, err, time.monotonic() - begin
+        _, err = process.communicate(timeout=LONG)
+        return process.returncode, err
 
-    def test_an_interruption_ends_within_a_second_and_keeps_what_was_answered(self):
+    def test_an_interruption_waits_for_no_answer_and_keeps_what_there_was(self):
         for number in (signal.SIGINT, signal.SIGTERM):
             with self.subTest(signal=number):
-                code, err, seconds = self.interrupted(number)
+                code, err = self.interrupted(number)
                 self.assertEqual(code, 130, err)
-                self.assertLess(seconds, 1 if "SANITIZED" not in os.environ else 5)
                 self.assertIn("interrupted: 1 of 21 answered", err)
                 self.assertIn("in o.part; the same command starts again from the first, once that "
                               "is moved away", err)
@@ -424,21 +424,21 @@ class Program(unittest.TestCase):
                 (self.dir / "o.part").unlink()
 
     def test_a_killed_program_leaves_no_server(self):
-        code, _, _ = self.interrupted(signal.SIGKILL)
+        code, _ = self.interrupted(signal.SIGKILL)
         self.assertEqual(code, -9)
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and children(self.model):
-            time.sleep(0.05)
+        until(lambda: not children(self.model))
 
     def test_an_interruption_while_the_server_loads_leaves_nothing(self):
+        loads = self.dir / "loads"
+        loads.write_text("#!/bin/sh\n: >loading\nwhile :; do sleep 1; done\n")
+        loads.chmod(0o755)
         process = self.start("run", self.suite(line("a", "x")), "-o", "o", "--backend",
-                             "mlx-server", "--executable", "/bin/sleep", "--model", "m",
-                             "--server-arg", "60")
-        time.sleep(0.5)
+                             "mlx-server", "--executable", loads, "--model", self.model)
+        until((self.dir / "loading").exists)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
-        self.assertIn(process.returncode, (130, 3))
-        self.assertEqual(sorted(p.name for p in self.dir.iterdir()), ["suite.jsonl"])
+        _, err = process.communicate(timeout=LONG)
+        self.assertEqual(process.returncode, 130, err)
+        self.assertEqual(sorted(p.name for p in self.dir.iterdir()), ["loading", "loads", "suite.jsonl"])
 
     def test_the_backends_are_listed(self):
         code, out, _ = self.run_program("backends")

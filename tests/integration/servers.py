@@ -11,13 +11,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import unittest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 EVALRT = os.path.abspath(sys.argv.pop(1))
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
+sys.path.insert(0, str(SUPPORT))
+
+from patience import LONG, until  # noqa: E402
 
 
 def line(custom_id, question, url="/v1/chat/completions", system=None, **body):
@@ -36,7 +38,7 @@ class Case(unittest.TestCase):
         (self.dir / "tmp").mkdir()
 
     def run_program(self, *args, env={}):
-        done = subprocess.run([EVALRT, *map(str, args)], cwd=self.dir, text=True, timeout=60,
+        done = subprocess.run([EVALRT, *map(str, args)], cwd=self.dir, text=True, timeout=LONG,
                               capture_output=True, env=dict(
                                   os.environ, FAKE_OPENAI_LOG=str(self.log),
                                   TMPDIR=str(self.dir / "tmp"), OPENAI_API_KEY="", **env))
@@ -142,15 +144,11 @@ class OMlx(Case):
             [EVALRT, "run", "suite", *map(str, self.server), self.model], cwd=self.dir,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(
                 os.environ, FAKE_OPENAI_LOG=str(self.log), TMPDIR=str(self.dir / "tmp"), OPENAI_API_KEY=""))
-        deadline = time.monotonic() + 30
-        while not (self.log.exists() and self.asked()) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: self.log.exists() and self.log.read_text().endswith("\n") and self.asked())
         self.assertEqual(len(list((self.dir / "tmp").iterdir())), 1)
         program.kill()
         program.wait()
-        while list((self.dir / "tmp").iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self.assertEqual(list((self.dir / "tmp").iterdir()), [])
+        until(lambda: not list((self.dir / "tmp").iterdir()))
 
     def test_siblings_wait_until_the_leaders_blocks_show(self):
         rows, err = self.run_lines(self.siblings(), *self.server, self.model)
@@ -208,10 +206,11 @@ class OMlx(Case):
 class Recognised(Case):
     """A server in this process whose GETs are given."""
 
-    def serve(self, answers, hang=()):
+    def serve(self, answers, hang=(), together=1):
+        """Once asked for one token, it answers nobody until so many ask `together`."""
         test = self
         self.gets, self.bodies, self.most = [], [], 0
-        running, lock, stop = [0], threading.Lock(), threading.Event()
+        running, changed, stop = [0], threading.Condition(), threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_):
@@ -226,19 +225,22 @@ class Recognised(Case):
             def do_GET(self):
                 test.gets.append(self.path)
                 if self.path in hang:
-                    stop.wait(30)
+                    stop.wait(LONG)
                 answer = answers.get(self.path)
                 self.send(200 if answer is not None else 404,
                           answer if isinstance(answer, str) else json.dumps(answer))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
+                with changed:
                     running[0] += 1
                     test.most = max(test.most, running[0])
                     test.bodies.append(body)
-                time.sleep(0.05)
-                with lock:
+                    changed.notify_all()
+                    if body.get("max_tokens") != 1:
+                        changed.wait_for(lambda: test.most >= together, 60)
+                stop.wait(0.05)  # so that one too many would be seen
+                with changed:
                     running[0] -= 1
                     status = answers["first"].pop(0) if answers.get("first") else 200
                 if status != 200:
@@ -291,7 +293,7 @@ class Recognised(Case):
 
     def test_a_server_is_asked_who_it_is_and_sent_as_many_as_it_takes(self):
         url = self.serve({"/v1/models": self.models("llamacpp"),
-                          "/props": {"total_slots": 3, "build_info": "b7-x"}})
+                          "/props": {"total_slots": 3, "build_info": "b7-x"}}, together=3)
         _, err = self.run_lines(self.suite(), "--backend", "openai-url", "--url", url)
         self.assertIn('the server is llama-server b7-x (its models are owned_by "llamacpp"); 3 '
                       "requests at once, its total_slots", err)
@@ -301,7 +303,7 @@ class Recognised(Case):
         self.assertEqual({body["model"] for body in self.bodies}, {"m"})
 
     def test_a_number_that_was_given_wins(self):
-        url = self.serve({"/props": {"total_slots": 3}})
+        url = self.serve({"/props": {"total_slots": 3}}, together=7)
         self.run_lines(self.suite(), "--backend", "openai-url", "--url", url, "--max-in-flight", "7",
                        "--model", "m")
         self.assertEqual(self.most, 7)

@@ -32,6 +32,7 @@ COMMIT = float(os.environ.get("FAKE_OMLX_COMMIT", "1.5"))
 (Path(args.base_path) / "settings.json").write_text(json.dumps(vars(args)))
 
 lock = threading.Lock()
+met = threading.Event()
 stored = {}  # a prompt's beginning -> when it shows
 loaded = False
 running = 0
@@ -105,13 +106,26 @@ class Handler(BaseHTTPRequestHandler):
                          default=0)
             width = running
         log({"body": body, "in_flight": width, "cached": cached})
+        self.prompt = prompt
+        if width > 1:
+            met.set()
+        if cached:
+            met.wait(60)  # those who waited for a leader come together
         try:
             self.answer(body, len(prompt) // 4, cached)
         finally:
-            with lock:
-                running -= 1
-                for block in blocks(prompt):
-                    stored.setdefault(block, time.monotonic() + COMMIT)
+            self.commit()
+
+    def commit(self):
+        """Before its client can know that it has ended."""
+        global running
+        with lock:
+            if self.prompt is None:
+                return
+            running -= 1
+            for block in blocks(self.prompt):
+                stored.setdefault(block, time.monotonic() + COMMIT)
+            self.prompt = None
 
     def answer(self, body, tokens, cached):
         pieces = ["" if "nothing" in body["messages"][-1]["content"] else "The answer", " is", " yes."]
@@ -136,6 +150,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.chunk(json.dumps(head | {
                     "object": "chat.completion", "usage": usage,
                     "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode())
+            self.commit()
             return self.chunk(b"")
         head["object"] = "chat.completion.chunk"
         self.chunked("text/event-stream; charset=utf-8")
@@ -148,6 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         self.event(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if (body.get("stream_options") or {}).get("include_usage"):
             self.event(head | {"choices": [], "usage": usage})
+        self.commit()
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,8 @@ import unittest
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from patience import LONG, free_port
 
 
 def line(custom_id, question, system=None, **body):
@@ -25,7 +26,7 @@ class RealServer(unittest.TestCase):
     """One server for a class of tests. Heirs say how it is started, and `evalrt`, the program."""
 
     evalrt = None
-    patience = 120  # seconds until it is healthy
+    patience = LONG  # seconds until it is healthy
 
     @classmethod
     def command(cls, port):
@@ -34,9 +35,7 @@ class RealServer(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         cls.root = f"http://127.0.0.1:{port}"
         cls.url = cls.root + "/v1"
         cls.log = tempfile.TemporaryFile("w+")
@@ -48,7 +47,7 @@ class RealServer(unittest.TestCase):
         deadline = time.monotonic() + cls.patience
         while True:
             try:
-                urllib.request.urlopen(cls.root + "/health", timeout=2).close()
+                urllib.request.urlopen(cls.root + "/health", timeout=60).close()
                 return
             except (OSError, urllib.error.HTTPError):
                 if cls.server.poll() is not None or time.monotonic() > deadline:

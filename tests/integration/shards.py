@@ -190,6 +190,79 @@ class Shards(WithServers):
         self.assertGreater(json.loads((self.dir / "plan").read_text())["duplicated_tokens"], 200)
 
 
+class Bfcl(WithServers):
+    """A category in parts, whose result files are joined."""
+
+    def setUp(self):
+        super().setUp()
+        function = {"name": "f", "description": "d " * 50,
+                    "parameters": {"type": "dict", "properties": {}, "required": []}}
+        with open(self.dir / "BFCL_v4_simple_python.json", "w") as file:
+            for i in range(12):
+                function["description"] = f"group {i % 3} " + "words of a description " * 30
+                question = "fail once" if i == 5 else f"question {i}"
+                file.write(json.dumps({"id": f"simple_python_{i}", "function": [function], "question": [
+                    [{"role": "user", "content": question}]]}) + "\n")
+
+    def bfcl(self, url, *more):
+        process = subprocess.run(
+            [self.evalrt(), "bfcl", "simple_python", "--bfcl-data", self.dir, "--backend", "openai-url", "--url",
+             url, "--no-probe", "--model", "m", *more], cwd=self.dir, capture_output=True, text=True, timeout=120,
+            env=self.env())
+        return process.returncode, process.stderr
+
+    def results(self, folder):
+        path, = (self.dir / folder).rglob("*_result.json")
+        return path, {row["id"]: row["result"] for row in map(json.loads, path.read_text().splitlines())}
+
+    def test_the_parts_are_the_whole_and_their_result_files_join_to_it(self):
+        _, url = self.server()
+        (self.dir / "failed-once").touch()
+        code, err = self.bfcl(url)
+        self.assertEqual(code, 0, err)
+        whole, asked = self.results("result")[1], self.asked_of()
+        self.assertEqual(len(whole), 12)
+        self.forget()
+        (self.dir / "failed-once").unlink()
+        paths, parts = [], []
+        for i in range(3):
+            more = ("--shard", f"{i}/3", "--result-dir", "parts/{shard}", "--journal", "j.{shard}", "--retries", "0")
+            code, err = self.bfcl(url, *more)
+            if code == 1:  # one item has failed: only that is asked again
+                (self.dir / "failed-once").touch()
+                code, err = self.bfcl(url, *more)
+            self.assertEqual(code, 0, err)
+            path, rows = self.results(f"parts/{i}")
+            paths.append(path)
+            parts.append(set(rows))
+        self.assertEqual(sorted(map(len, parts)), [4, 4, 4])
+        self.assertEqual(set.union(*parts), set(whole))
+        questions = self.asked_of()
+        self.assertEqual(questions.count("fail once"), 2)
+        questions.remove("fail once")
+        self.assertEqual(sorted(questions), sorted(asked))
+        code, err = self.merge("joined_result.json", *reversed(paths))
+        self.assertEqual(code, 0, err)
+        joined = [json.loads(row) for row in (self.dir / "joined_result.json").read_text().splitlines()]
+        self.assertEqual({row["id"]: row["result"] for row in joined}, whole)
+        self.assertEqual([row["id"] for row in joined], [f"simple_python_{i}" for i in range(12)])
+        self.assertEqual(self.merge("joined.journal", "j.0", "j.1", "j.2")[0], 0)
+        # Answered otherwise in two parts: refused.
+        text = paths[0].read_text()
+        (self.dir / "other_result.json").write_text(text.replace("answer to", "no answer to"))
+        code, err = self.merge("refused.json", paths[0], "other_result.json")
+        self.assertEqual(code, 2)
+        self.assertIn("otherwise", err)
+
+    def test_without_a_name_for_the_parts_each_has_a_folder(self):
+        _, url = self.server()
+        (self.dir / "failed-once").touch()
+        for i in range(2):
+            code, err = self.bfcl(url, "--shard", f"{i}/2")
+            self.assertEqual(code, 0, err)
+            self.assertEqual(len(self.results(f"result/shard-{i}")[1]), 6)
+
+
 class Replicas(WithServers):
     """Several servers behind one run."""
 

@@ -7,6 +7,7 @@ One task is killed with SIGKILL and requeued: nothing is lost, nothing answered 
 Needs slurmctld, slurmd and munged (Debian: slurm-wlm, munge), and root. Exit code 77: not here.
 """
 import argparse
+import ctypes
 import json
 import os
 import pwd
@@ -41,19 +42,19 @@ class Slurm:
     """Daemons of our own in a folder of their own, on loopback."""
 
     def __init__(self, folder):
-        self.folder, self.daemons = folder, []
-        host = socket.gethostname().split(".")[0]
+        self.folder, self.daemons, self.munged = folder, [], None
+        self.host = host = socket.gethostname().split(".")[0]
         for name in ("state", "spool", "log"):
             (folder / name).mkdir()
         self.conf = folder / "slurm.conf"
-        socket_path = "/run/munge/munge.socket.2"
+        self.socket = "/run/munge/munge.socket.2"
         self.conf.write_text(f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={free_port()}
 SlurmdPort={free_port()}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={socket_path}
+AuthInfo=socket={self.socket}
 CryptoType=crypto/munge
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 StateSaveLocation={folder}/state
@@ -75,17 +76,18 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=2000 State=U
 PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """)
         self.env = dict(os.environ, SLURM_CONF=str(self.conf))
-        if not Path(socket_path).exists():
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what daemons leave is ours
+
+    def start(self):
+        if not Path(self.socket).exists():
             Path("/run/munge").mkdir(exist_ok=True)
             shutil.chown("/run/munge", "munge", "munge")
             subprocess.run(["munged", "--force"], check=True, user="munge", group="munge",
                            extra_groups=[], stderr=subprocess.DEVNULL)
-            until(lambda: Path(socket_path).exists(), 20, "munged does not start")
+            until(lambda: Path(self.socket).exists(), 20, "munged does not start")
             pid = Path("/run/munge/munged.pid")
             self.munged = int(pid.read_text()) if pid.exists() else None
-        else:
-            self.munged = None
-        for command in (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", host]):
+        for command in (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", self.host]):
             self.daemons.append(subprocess.Popen([*command, "-f", self.conf], env=self.env,
                                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T", check=False), 60,
@@ -100,8 +102,26 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
             sys.exit(f"error: {argv[0]}: {done.stderr}")
         return done.stdout
 
+    def steps(self):
+        """The ids of our slurmd's slurmstepds: those with something open in our folder."""
+        found = []
+        for process in Path("/proc").iterdir():
+            try:
+                if (process / "comm").read_text().strip() != "slurmstepd":
+                    continue
+                open_files = [os.readlink(it) for it in (process / "fd").iterdir()]
+            except OSError:
+                continue  # no process, or one that has ended
+            if any(it.startswith(f"{self.folder}/") for it in open_files):
+                found.append(int(process.name))
+        return found
+
     def stop(self):
+        """No process of it is left, whatever became of its jobs."""
         self.run("scancel", "-u", "root", check=False)
+        deadline = time.monotonic() + 20
+        while (self.steps() or self.run("squeue", "-h", check=False)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         for it in reversed(self.daemons):
             it.terminate()
         for it in self.daemons:
@@ -109,8 +129,29 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
                 it.wait(20)
             except subprocess.TimeoutExpired:
                 it.kill()
+                it.wait()
+        for it in self.steps():
+            os.kill(it, signal.SIGKILL)
         if self.munged:
             os.kill(self.munged, signal.SIGTERM)
+        until(lambda: not self.steps() and not self.reap(), 20, "a slurmstepd or munged is left behind")
+
+    def reap(self):
+        """Which of its processes, once their parents had ended, are still there."""
+        left = []
+        for process in Path("/proc").iterdir():
+            try:
+                name, rest = (process / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+            except (OSError, IndexError):
+                continue
+            state, parent = rest.split()[:2]
+            if int(parent) != os.getpid() or name not in ("slurmstepd", "munged", "slurm_script", "evalrt"):
+                continue
+            if state != "Z":
+                left.append(name)
+            else:
+                os.waitpid(int(process.name), 0)
+        return left
 
 
 def main():
@@ -132,13 +173,12 @@ def main():
             servers.append(subprocess.Popen([sys.executable, program, "--model", "m", "--port", str(port)],
                                             cwd=folder, stderr=subprocess.DEVNULL))
             urls.append(f"http://127.0.0.1:{port}/v1")
-        slurm = None
+        slurm = Slurm(folder)
         try:
-            slurm = Slurm(folder)
+            slurm.start()
             check(args, folder, urls, slurm)
         finally:
-            if slurm:
-                slurm.stop()
+            slurm.stop()
             for it in servers:
                 it.kill()
                 it.wait()

@@ -81,7 +81,10 @@ const std::array rows{
         .accept_interval = 20ms,
         .in_flight = 32, // its --decode-concurrency; answers of unlike length keep the batch full
         .release = Release::first_text,
+        .shared_tokens = 128,
         .match_length = true,
+        .padding_tokens = 200,
+        .leaders = 1,  // of two, the followers of one would push out what the other has filled
         .sessions = 8, // its cache has ten entries, and forgets the oldest
         .repack = 19,  // measured: 24 at once is best with 32-token answers, 32 with 170 and more
         .refill = 8,   // each arrival makes it pack its whole batch anew
@@ -161,7 +164,8 @@ const std::array profiles{
         .release = Release::at_once,
         .remark = "more only with OLLAMA_NUM_PARALLEL, which it does not tell",
     },
-    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more. Which
+    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more.
+    // Which
     // of its machines answers depends on the first 256 tokens or so and on the prompt_cache_key.
     BackendRow{
         .name = "openai",

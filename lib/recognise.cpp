@@ -55,7 +55,8 @@ std::string owner(const json::value& models) {
 
 // The number of a label in the line of a metric (Prometheus text); 0: none.
 std::int64_t label(std::string_view metrics, std::string_view metric, std::string_view name) {
-    auto line = metrics.substr(std::min(metrics.find("\n" + std::string(metric) + "{"), metrics.size()));
+    auto line =
+        metrics.substr(std::min(metrics.find("\n" + std::string(metric) + "{"), metrics.size()));
     line = line.substr(0, line.find('\n', 1));
     for (const char before : {'{', ','}) {
         const auto key = before + std::string(name) + "=\"";
@@ -309,10 +310,10 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     it.cache_tokens = recognition.cache_tokens.value_or(profile->cache_tokens);
     it.sessions = profile->sessions;
     it.match_length = profile->match_length;
+    it.padding_tokens = profile->padding_tokens;
     it.leaders = profile->leaders;
     it.repack = profile->repack;
     it.refill = profile->refill;
-    it.prefill_tokens = profile->prefill_tokens;
     it.remark = profile->remark;
     // It runs already, with a model of its own; a body that names one means it.
     it.command.clear();

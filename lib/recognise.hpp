@@ -31,7 +31,7 @@ struct Recognition {
     std::string version;               ///< empty: it does not tell
     std::optional<unsigned> in_flight; ///< requests at once, as the server tells
     std::string in_flight_reason;
-    std::optional<unsigned> block;           ///< tokens that its cache has together
+    std::optional<unsigned> block;            ///< tokens that its cache has together
     std::optional<std::int64_t> cache_tokens; ///< that its cache holds
 };
 

@@ -19,7 +19,6 @@ SchedulerOptions scheduler_options(const BackendRow& row, unsigned servers) {
     options.most_in_flight = row.most_in_flight * servers;
     options.repack = row.repack * servers * servers; // under a root
     options.refill = row.refill;
-    options.prefill_tokens = row.prefill_tokens;
     if (row.release == Release::done) options.commit_delay = row.commit_delay;
     return options;
 }
@@ -29,6 +28,7 @@ RadixPlanner::Options planner_options(const BackendRow& row) {
     options.release = row.release;
     options.shared_bytes = row.shared_tokens * 4;
     options.match_length = row.match_length;
+    options.padding_bytes = row.padding_tokens * std::size_t(4);
     options.leaders = row.leaders;
     options.sessions = row.sessions;
     options.cache_bytes = std::size_t(row.cache_tokens) * 4;

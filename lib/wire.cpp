@@ -302,6 +302,8 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
             std::strtod(std::string(*temperature).c_str(), nullptr) != 0)
             parts.kind |= 2;
     }
+    const auto stream = member(list, "stream");
+    parts.streamed = stream ? *stream == "true" : row.streams;
     const auto tools = member(list, "tools");
     const auto add = [&](std::optional<std::string_view> text) {
         if (text && *text != "null") parts.segments.push_back(*text);

@@ -71,8 +71,11 @@ struct BackendRow {
     unsigned most_in_flight = 0; ///< to climb to where that pays; 0: it is known, no climbing
     Release release = Release::first_text;
     std::chrono::milliseconds commit_delay{}; ///< with Release::done
-    unsigned shared_tokens = 64;   ///< a shared prefix shorter than this is not worth a leader
-    bool match_length = false;     ///< it pads its prefill batch: prompts of like length together
+    unsigned shared_tokens = 64; ///< a shared prefix shorter than this is not worth a leader
+    bool match_length = false;   ///< it pads its prefill batch: prompts of like length together
+    /// Not 0: it pads the prompts that it prefills together to the longest of them. What is added
+    /// to those without text yet may come to 3/10 of their cold tokens and this many.
+    unsigned padding_tokens = 0;
     unsigned leaders = 0;          ///< shared prefixes being filled at once; 0: any number
     unsigned sessions = 0;         ///< conversations that its cache holds at once; 0: any number
     std::int64_t cache_tokens = 0; ///< that its cache holds, the running ones too; 0: not known
@@ -81,8 +84,7 @@ struct BackendRow {
     /// a narrower one. The number in flight is at most sqrt(repack * mean tokens of an answer):
     /// decoding an answer costs tokens * weights / width, and packing it in and out width * copy.
     double repack = 0;
-    unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
-    unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
+    unsigned refill = 1;             ///< free places to wait for before more is admitted; 1: a flow
     bool tools_before_system = true; ///< where the model's template puts the tools
 
     std::string remark; ///< for whoever reads the table

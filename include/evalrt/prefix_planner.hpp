@@ -28,7 +28,8 @@ struct Prompt {
     std::optional<std::int64_t> output_tokens; ///< the most there can be
     std::string session{};                     ///< turns of one conversation share it; empty: none
     int turn = 0;
-    unsigned kind = 0; ///< where kinds do not go together: which; a RadixPlanner does not ask
+    bool streamed = true; ///< its first text will be seen before its end
+    unsigned kind = 0;    ///< where kinds do not go together: which; a RadixPlanner does not ask
 
     std::size_t bytes() const {
         std::size_t sum = 0;
@@ -50,8 +51,8 @@ struct Pick {
     std::uint32_t node = 0;     ///< names the longest prefix that it has in common with others
     std::size_t node_bytes = 0; ///< the length of that
     RequestId waited_for = 0;   ///< which request showed the server that prefix; 0: none
-    /// What next() named none for before: "leader", "leaders", "sessions", "memory", or of the
-    /// scheduler "limit", "pause", "server", "suspects", "refill", "prefill". Empty: nothing.
+    /// What next() named none for before: "leader", "leaders", "sessions", "memory", "padding", or
+    /// of the scheduler "limit", "pause", "server", "suspects", "refill". Empty: nothing.
     std::string_view gate{};
     unsigned server = 0; ///< of several, which; from 0
 };
@@ -120,7 +121,7 @@ public:
     virtual Point wake() const { return Point::max(); }
 
     /// Why next() named none though something waits: "leader", "leaders", "sessions", "memory",
-    /// "kinds".
+    /// "padding", "kinds".
     virtual std::string_view holds() const { return {}; }
 };
 
@@ -165,6 +166,7 @@ public:
         Release release = Release::first_text;
         std::size_t shared_bytes = 256;    ///< a shared prefix below this is not worth waiting for
         bool match_length = false;         ///< long prompts first, so that neighbours are alike
+        std::size_t padding_bytes = 0;     ///< see BackendRow::padding_tokens; 0: it does not pad
         unsigned leaders = 0;              ///< shared prefixes being filled at once; 0: any number
         std::chrono::seconds patience{60}; ///< nobody waits longer for one leader, or its place
         bool in_order = false;             ///< as they arrive: only the figures are the tree's
@@ -190,6 +192,7 @@ public:
         }
         Entry& entry = entries_[id];
         entry = {&node, bytes, predicted(node, prompt.output_tokens.value_or(0)), ++arrivals_};
+        entry.streamed = prompt.streamed;
         if (prompt.session.empty() || options_.in_order) return enqueue(id, entry);
         entry.turn = prompt.turn;
         entry.session = &sessions_[prompt.session];
@@ -211,6 +214,10 @@ public:
         }
         if (found.node && running_ > 0 && too_much(found)) {
             holds_ = "memory";
+            return {};
+        }
+        if (found.node && pads(found)) {
+            holds_ = "padding";
             return {};
         }
         if (!found.node && running_ == 0) {
@@ -236,6 +243,11 @@ public:
             node->warm = true;
         }
         if (ended || visible) leading_.erase({entry.sent, id});
+        if (entry.filling) {
+            entry.filling = false;
+            filling_.erase(filling_.find(entry.cold));
+            filling_bytes_ -= entry.cold;
+        }
         if (!ended) return;
         --running_;
         std::size_t own = answer_bytes(entry);
@@ -430,7 +442,10 @@ private:
         Point sent{};
         std::uint64_t sends = 0; // when it came
         Session* session = nullptr;
+        std::size_t cold = 0; // of the bytes, those that the server did not have
         int turn = 0;
+        bool streamed = true;
+        bool filling = false; // it runs, and what is cold is being prefilled
     };
     using Entries = std::unordered_map<RequestId, Entry>;
 
@@ -803,6 +818,21 @@ private:
         return resident_ + more > most;
     }
 
+    std::size_t cold(const Found& found) const {
+        const Node* it = found.node;
+        while (it->parent && !it->warm) it = it->parent;
+        return entries_.at(found.id).bytes - (it->warm ? it->bytes : 0);
+    }
+
+    // A prefill batch takes as long as if each of its prompts were its longest.
+    bool pads(const Found& found) const {
+        if (options_.padding_bytes == 0 || options_.in_order || filling_.empty()) return false;
+        const auto mine = cold(found);
+        const auto most = std::max(mine, *filling_.rbegin()) * (filling_.size() + 1);
+        const auto sum = filling_bytes_ + mine;
+        return most > sum + sum * 3 / 10 + options_.padding_bytes;
+    }
+
     Pick send(RequestId id, Node& leaf, Point now, std::string_view why) {
         Entry& entry = entries_.at(id);
         Pick pick{id, entry.bytes, 0, 0};
@@ -823,7 +853,7 @@ private:
             }
         bool leads = false; // others wait for what it fills the cache with
         for (Node* it = &leaf; it; it = it->parent) leads |= begins(*it);
-        if (leads) leading_.emplace(now, id);
+        if (leads && entry.streamed) leading_.emplace(now, id);
         pick.why = !why.empty()                                                     ? why
                    : leads                                                          ? "leader"
                    : *pick.expected_bytes >= std::max(options_.shared_bytes, block) ? "follower"
@@ -837,6 +867,12 @@ private:
         dequeue(id, entry, true);
         entry.state = State::running;
         entry.sent = now;
+        if (entry.streamed && options_.padding_bytes > 0) {
+            entry.filling = true;
+            entry.cold = pick.prompt_bytes - *pick.expected_bytes;
+            filling_.insert(entry.cold);
+            filling_bytes_ += entry.cold;
+        }
         resident_ += answer_bytes(entry);
         for (Node* it = &leaf; it; it = it->parent)
             if (it->running++ == 0) resident_ += own_bytes(*it);
@@ -896,6 +932,8 @@ private:
     std::size_t idle_ = 0;
     Entries entries_;
     std::unordered_map<std::string, Session> sessions_; // that have not ended
+    std::multiset<std::size_t> filling_;                // the cold bytes of those without text
+    std::size_t filling_bytes_ = 0;
     std::set<const Session*> open_;
     std::size_t growth_ = 6000; // bytes by which a session grows: some 1,500 tokens, then as seen
     std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not

@@ -58,7 +58,7 @@ int run(std::vector<std::string> arguments) {
         const auto n = unsigned(std::atoi(text.c_str() + at + 1));
         const auto name = text.substr(0, at);
         if (name == "leaders") row.leaders = n;
-        if (name == "prefill") row.prefill_tokens = n;
+        if (name == "padding") row.padding_tokens = n;
         if (name == "refill") row.refill = n;
         if (name == "sessions") row.sessions = n;
         if (name == "cache") row.cache_tokens = n;

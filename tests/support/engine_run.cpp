@@ -174,7 +174,6 @@ RunResult run(const Suite& suite, const EngineConfig& config, const BackendRow& 
     auto scheduling = scheduler_options(row);
     if (!options.planned) { // whoever takes the file's order sends as soon as there is a place
         scheduling.refill = 1;
-        scheduling.prefill_tokens = 0;
     }
     PrefixPlanner& planner = options.planned ? static_cast<PrefixPlanner&>(radix) : fifo;
     detail::SchedulerCore core(planner, scheduling);

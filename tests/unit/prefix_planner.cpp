@@ -87,6 +87,7 @@ public:
                 best = id;
         if (!best) return {};
         auto& item = items_[best];
+        if (pads(item)) return {};
         Pick pick{best, item.bytes, 0, 0};
         const auto path = marks(item);
         for (std::size_t depth = 1; depth <= path.size(); ++depth) {
@@ -95,7 +96,8 @@ public:
             if (path[depth - 1]->sent) pick.maximum_bytes = std::min(bytes + block - 1, item.bytes);
         }
         item.leads = begins(item);
-        item.running = true;
+        item.running = item.filling = true;
+        item.cold = item.bytes - *pick.expected_bytes;
         item.sent = now;
         for (auto* mark : path) {
             mark->sent = true;
@@ -114,6 +116,7 @@ public:
             if (mark->leader == id && step == Step::failed) mark->leader = 0;
         }
         if (visible) item.leads = false;
+        item.filling = false;
         if (step != Step::first_text) items_.erase(id);
     }
 
@@ -145,7 +148,8 @@ private:
         std::size_t bytes = 0;
         std::int64_t rank = 0;
         std::uint64_t arrival = 0;
-        bool running = false, leads = false;
+        bool running = false, leads = false, filling = false;
+        std::size_t cold = 0; // bytes, when it was sent
         Point sent{};
     };
 
@@ -203,6 +207,22 @@ private:
         return options_.leaders == 0 || leaders < long(options_.leaders) || !begins(item);
     }
 
+    // Those being filled and this one, each as long as the longest of them.
+    bool pads(const Item& item) {
+        std::size_t warm = 0, depth = 0;
+        for (const auto* mark : marks(item))
+            if (++depth; mark->warm) warm = std::min((depth - 1) * block, item.bytes);
+        std::size_t count = 1, sum = item.bytes - warm, most = sum;
+        for (const auto& [id, other] : items_)
+            if (other.running && other.filling) {
+                ++count;
+                sum += other.cold;
+                most = std::max(most, other.cold);
+            }
+        return options_.padding_bytes > 0 && count > 1 &&
+               count * most > sum + sum * 3 / 10 + options_.padding_bytes;
+    }
+
     bool before(const Item& a, const Item& b) {
         const auto x = marks(a), y = marks(b);
         for (std::size_t i = 0; i < x.size() && i < y.size(); ++i)
@@ -229,6 +249,7 @@ Options random_options(Random& random) {
                                  Release::done}[below(random, 4)];
     options.shared_bytes = std::array{0u, 64u, 128u, 192u}[below(random, 4)];
     options.match_length = below(random, 3) == 0;
+    options.padding_bytes = std::array{0u, 0u, 1u, 100u}[below(random, 4)];
     options.leaders = std::array{0u, 0u, 1u, 2u}[below(random, 4)];
     options.patience = std::chrono::seconds(std::array{3, 20, 100000}[below(random, 3)]);
     return options;
@@ -328,7 +349,9 @@ TEST_CASE("a random life of a planner goes as the naive model says") {
                          // The planner knows when it may have changed its mind, and not too late.
                          const auto wake = planner.wake();
                          REQUIRE(wake > now);
-                         REQUIRE_FALSE(model.something_may_go(std::min(wake, now + 1000h) - 1ns));
+                         if (planner.holds() != "padding")
+                             REQUIRE_FALSE(
+                                 model.something_may_go(std::min(wake, now + 1000h) - 1ns));
                          if (!waits) REQUIRE(wake == Point::max());
                          break;
                      }
@@ -873,6 +896,42 @@ TEST_CASE("what runs fits into the server's cache, what is shared counted once")
     CHECK(burst(planner) == Ids{5});
     planner.progressed(5, Step::done, start);
     CHECK(burst(planner) == Ids{6});
+}
+
+TEST_CASE("what is prefilled together is of like length, as far as the server has to compute it") {
+    Options options;
+    options.padding_bytes = 200;
+    RadixPlanner planner(options);
+    add(planner, 1, std::string(3000, 'A'));
+    add(planner, 2, std::string(2900, 'B'));
+    add(planner, 3, std::string(200, 'C'));
+    add(planner, 4, std::string(100, 'D'));
+    CHECK(burst(planner) == Ids{1, 2}); // 3 x 3,000 bytes would be computed for 6,100
+    CHECK(planner.holds() == "padding");
+    planner.progressed(1, Step::first_text, start);
+    CHECK(burst(planner).empty());
+    planner.progressed(2, Step::failed, start);
+    CHECK(burst(planner) == Ids{3, 4});
+    // A long prompt that is in the cache is a short one.
+    add(planner, 5, std::string(3000, 'A') + "more");
+    CHECK(burst(planner) == Ids{5});
+}
+
+TEST_CASE("who is not streamed says nothing of its prefill, and nobody waits for it") {
+    Options options;
+    options.padding_bytes = 100;
+    options.leaders = 1;
+    options.shared_bytes = 2 * block;
+    RadixPlanner planner(options);
+    const auto unstreamed = [&](RequestId id, const std::string& text) {
+        evalrt::Prompt prompt{"d", {text}, {}};
+        prompt.streamed = false;
+        planner.add(id, prompt);
+    };
+    for (const RequestId id : {1, 2}) unstreamed(id, spell("AAA") + std::to_string(id));
+    for (const RequestId id : {3, 4}) unstreamed(id, spell("BBB") + std::to_string(id));
+    unstreamed(5, std::string(5000, 'C'));
+    CHECK(burst(planner) == Ids{1, 3, 5}); // their followers wait, as ever
 }
 
 TEST_CASE("nobody is overtaken for ever by those who come later and share more") {

@@ -832,17 +832,16 @@ TEST_CASE("a row says how its server is to be asked") {
     row.in_flight = 7;
     row.repack = 19;
     row.refill = 3;
-    row.prefill_tokens = 500;
     row.commit_delay = 30ms;
     row.shared_tokens = 100;
     row.match_length = true;
+    row.padding_tokens = 50;
     row.leaders = 4;
     row.release = evalrt::Release::first_text;
     const auto options = evalrt::scheduler_options(row);
     CHECK(options.max_in_flight == 7);
     CHECK(options.repack == 19);
     CHECK(options.refill == 3);
-    CHECK(options.prefill_tokens == 500);
     CHECK(options.commit_delay == 0ms); // only after the end
     row.most_in_flight = 9;
     const auto three = evalrt::scheduler_options(row, 3); // servers that are alike
@@ -853,6 +852,7 @@ TEST_CASE("a row says how its server is to be asked") {
     CHECK(plan.release == evalrt::Release::first_text);
     CHECK(plan.shared_bytes == 400);
     CHECK(plan.match_length);
+    CHECK(plan.padding_bytes == 200);
     CHECK(plan.leaders == 4);
     row.release = evalrt::Release::done;
     CHECK(evalrt::scheduler_options(row).commit_delay == 30ms);

@@ -92,7 +92,6 @@ struct Model {
         State state = waiting;
         std::size_t bytes = 0;
         Point deadline = never, until = never;
-        bool text = false;
         RetryState retry;
     };
 
@@ -125,10 +124,6 @@ struct Model {
         if (busy > 0) {
             const auto free = allowed - busy;
             if (!refilling && free < options.refill && free < queue.size()) return 0;
-            std::size_t cold = 0;
-            for (const auto& [id, item] : items)
-                if (item.state == running && !item.text) cold += item.bytes;
-            if (options.prefill_tokens > 0 && cold >= options.prefill_tokens * 4) return 0;
         }
         const auto id = queue.front();
         queue.erase(queue.begin());
@@ -144,7 +139,6 @@ struct Model {
             limiter.answered(now);
             refusals = 0;
         }
-        item.text = false;
         item.state = over;
         refilling = false;
         if (!response.outcome || response.outcome == Errc::cancelled || item.deadline <= now)
@@ -195,7 +189,6 @@ Response random_end(Random& random) {
 SchedulerOptions random_scheduler(Random& random) {
     auto options = in_flight(1 + below(random, 6));
     options.refill = 1 + below(random, 5);
-    options.prefill_tokens = std::array{0u, 0u, 30u, 100u}[below(random, 4)];
     options.retry.attempts = 1 + below(random, 4);
     options.retry.seed = below(random, 1000);
     options.breaker.failures = 0;
@@ -314,7 +307,6 @@ struct Life {
                 if (running.empty()) continue;
                 const auto id = any(running);
                 queue.core.text(id, now);
-                if (model) model->items.at(id).text = true;
             } else if (dice < 65) {
                 if (running.empty()) continue;
                 const auto id = any(running);
@@ -447,45 +439,6 @@ TEST_CASE("a batch that the planner held back is completed when it lets go") {
     CHECK(queue.next() == Ids{1});
     queue.core.text(1, start);
     CHECK(queue.next() == Ids{2, 3, 4});
-}
-
-TEST_CASE("cold prompt tokens wait for the first text of those before") {
-    auto options = in_flight(8);
-    options.prefill_tokens = 100; // 400 bytes
-    Queue queue(options);
-    for (RequestId id = 1; id <= 5; ++id) queue.submit(id, std::string(250, 'x'));
-    CHECK(queue.next() == Ids{1, 2}); // the second goes over it
-    queue.core.text(1, start);
-    queue.core.text(1, start); // says nothing new
-    CHECK(queue.next() == Ids{3});
-    CHECK(queue.next().empty());
-    SECTION("or for their end") {
-        queue.answer(2);
-        CHECK(queue.next() == Ids{4});
-        queue.answer(1); // its prompt is counted already
-        CHECK(queue.next().empty());
-    }
-    SECTION("or for their failure, and count again when made again") {
-        queue.fail(2, failed(Errc::truncated));
-        CHECK(queue.next() == Ids{4});
-        queue.answer(3);
-        queue.answer(4);
-        CHECK(queue.next(start + 1s) == Ids{5, 2});
-        queue.submit(6, std::string(250, 'x'));
-        CHECK(queue.next(start + 1s).empty());
-        queue.core.text(2, start + 1s);
-        CHECK(queue.next(start + 1s) == Ids{6});
-    }
-}
-
-TEST_CASE("what the server's cache shows is not cold") {
-    auto options = in_flight(8);
-    options.prefill_tokens = 50; // 200 bytes
-    Queue queue(options, radix(Release::first_text));
-    for (RequestId id = 1; id <= 4; ++id) queue.submit(id, header + std::to_string(id));
-    CHECK(queue.next() == Ids{1}); // it alone is over it
-    queue.core.text(1, start);
-    CHECK(queue.next() == Ids{2, 3, 4}); // 45 bytes each
 }
 
 TEST_CASE("a failed attempt is made again after the table's delay, behind those that wait") {
@@ -917,7 +870,6 @@ TEST_CASE("a run that is not worth going on with says so, while something waits"
 
 TEST_CASE("a pick says what held the queue back before") {
     auto options = in_flight(2);
-    options.prefill_tokens = 10;
     evalrt::RadixPlanner planner;
     evalrt::detail::SchedulerCore core(planner, options);
     const std::string text(400, 't');
@@ -925,7 +877,7 @@ TEST_CASE("a pick says what held the queue back before") {
         core.submit(id, {"d", {prompt}, {}}, Point::max());
     };
     const Point now{1h};
-    for (RequestId id = 1; id <= 4; ++id) submit(id, id < 4 ? text : "short");
+    for (RequestId id = 1; id <= 4; ++id) submit(id, text);
     auto pick = core.next(now);
     REQUIRE(pick);
     CHECK(pick->gate.empty());
@@ -933,7 +885,7 @@ TEST_CASE("a pick says what held the queue back before") {
     core.text(1, now);
     pick = core.next(now);
     REQUIRE(pick);
-    CHECK(pick->gate == "prefill");
+    CHECK(pick->gate == "leader");
     CHECK_FALSE(core.next(now));
     core.ended(1, evalrt::Response(), false, now);
     pick = core.next(now);

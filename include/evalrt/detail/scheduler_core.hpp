@@ -19,7 +19,6 @@ struct SchedulerOptions {
     unsigned most_in_flight = 0; ///< to climb to where that pays; up to max_in_flight: no climbing
     double repack = 0;           ///< see BackendRow::repack
     unsigned refill = 1;         ///< free places to wait for before more is admitted; 1: a flow
-    unsigned prefill_tokens = 0; ///< cold prompt tokens admitted before their first text; 0: any
     std::chrono::milliseconds commit_delay{}; ///< end of a leader to its prefix being visible
     RetryOptions retry;
     BreakerOptions breaker;
@@ -92,7 +91,6 @@ public:
         breaker_.alive();
         it->second.has_text = true;
         ++with_text_;
-        prefilling_ -= it->second.cold;
         planner_.progressed(id, PrefixPlanner::Stage::first_text, now);
     }
 
@@ -105,10 +103,7 @@ public:
         --running_;
         refilling_ = false;
         const bool had_text = std::exchange(item.has_text, false);
-        if (had_text)
-            --with_text_;
-        else
-            prefilling_ -= item.cold;
+        if (had_text) --with_text_;
         rates_.ended(item.burst, had_text, cold_tokens(item, response), now);
         const bool alone = std::exchange(item.alone, false);
         alone_ = alone_ && !alone;
@@ -297,15 +292,11 @@ public:
     unsigned running() const { return running_; }
 
 private:
-    // Only thresholds depend on it; 4 is the usual figure for English text and JSON.
-    static constexpr std::size_t bytes_per_token = 4;
-
     enum class State { waiting, running, delayed, suspect, committing };
 
     struct Item {
         State state = State::waiting;
         Prompt prompt;         // to wait once more after a failure
-        std::size_t cold = 0;  // prompt bytes that the server has to prefill
         double cold_share = 1; // of its prompt
         Rates::Burst burst = 0;
         bool has_text = false;
@@ -334,9 +325,6 @@ private:
             const auto free = allowed - running_;
             if (!refilling_ && free < std::min<std::size_t>(options_.refill, waiting_))
                 return closed("refill");
-            if (options_.prefill_tokens > 0 &&
-                prefilling_ >= options_.prefill_tokens * bytes_per_token)
-                return closed("prefill");
         }
         auto pick = planner_.next(now);
         if (!pick) {
@@ -355,9 +343,8 @@ private:
         stats_.most_in_flight = std::max(stats_.most_in_flight, running_);
         Item& item = items_.at(pick.id);
         item.state = State::running;
-        item.cold = pick.prompt_bytes - pick.expected_bytes.value_or(0);
-        item.cold_share = pick.prompt_bytes > 0 ? double(item.cold) / double(pick.prompt_bytes) : 0;
-        prefilling_ += item.cold;
+        const auto cold = pick.prompt_bytes - pick.expected_bytes.value_or(0);
+        item.cold_share = pick.prompt_bytes > 0 ? double(cold) / double(pick.prompt_bytes) : 0;
         item.burst = rates_.sent(now);
     }
 
@@ -447,7 +434,6 @@ private:
     unsigned with_text_ = 0;  // of those that run
     std::size_t waiting_ = 0; // in the planner
     unsigned running_ = 0;
-    std::size_t prefilling_ = 0; // cold bytes of those without text
     bool refilling_ = true;
     Point paused_until_{}, since_{};
     unsigned refusals_ = 0;           // for its load, with no answer between

@@ -13,9 +13,18 @@ benchmarks=(
     "dry-run|||evalrt_program|python3 $ROOT/tests/bench/dry_run.py --bin $bin"
     "gateway|wrk nginx-light|wrk nginx|bench_server evalrt_program|python3 $ROOT/tests/bench/gateway.py --bin $bin"
     "engines|||bench_engines|python3 $ROOT/tests/bench/engines.py --bin $bin"
+    "engines-real|||bench_engines evalrt_program bench_bodies|engines_real"
     "journal|nginx-light|nginx|bench_journal|python3 $ROOT/tests/bench/journal.py --bin $bin"
     "planner|||bench_planner|python3 $ROOT/tests/bench/planner.py --bin $bin"
 )
+
+# The engines that the tests use, in a run of ten minutes.
+engines_real() {
+    setup_engine
+    setup_llama
+    python3 "$ROOT/tests/bench/engines_real.py" --bin "$bin" --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" \
+        --python "$ENGINE/bin/python" --llama "$LLAMA_PYTHON" --data "$BFCL_DATA"
+}
 
 names=()
 for line in "${benchmarks[@]}"; do names+=("${line%%|*}"); done

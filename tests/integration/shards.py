@@ -207,7 +207,7 @@ class Bfcl(WithServers):
     def bfcl(self, url, *more):
         process = subprocess.run(
             [self.evalrt(), "bfcl", "simple_python", "--bfcl-data", self.dir, "--backend", "openai-url", "--url",
-             url, "--no-probe", "--model", "m", *more], cwd=self.dir, capture_output=True, text=True, timeout=120,
+             url, "--no-probe", "--model", "m", *more], cwd=self.dir, capture_output=True, text=True, timeout=LONG,
             env=self.env())
         return process.returncode, process.stderr
 

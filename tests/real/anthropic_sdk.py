@@ -135,7 +135,7 @@ class Sdk(unittest.TestCase):
         text = "\n".join(json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
                          for name, url, body in lines)
         done = subprocess.run([options.evalrt, "run", "-", "--quiet", *map(str, args)], input=text,
-                              env=env, cwd=self.dir, capture_output=True, text=True, timeout=120)
+                              env=env, cwd=self.dir, capture_output=True, text=True, timeout=600)
         self.assertIn(done.returncode, (0, 1), done.stderr)
         rows = [json.loads(row) for row in done.stdout.split("\n") if row]
         return {row["custom_id"]: row for row in rows}
@@ -214,7 +214,7 @@ class Sdk(unittest.TestCase):
             [(f"{status} {kind}", "/v1/messages",
               {"model": "m", "max_tokens": 5,
                "messages": [{"role": "user", "content": f"status-{status}-{kind}"}]})
-             for status, kind in ERRORS], "--retries", 0, "--timeout", 60)
+             for status, kind in ERRORS], "--retries", 0, "--timeout", 600)
         for (status, kind), (raised, errc) in ERRORS.items():
             with self.subTest(status=status):
                 with self.assertRaises(raised) as caught:

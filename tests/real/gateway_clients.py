@@ -20,15 +20,17 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
-import time
 import unittest
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import anthropic
 import openai
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+from patience import LONG, answers, free_port, until  # noqa: E402
 
 parser = argparse.ArgumentParser()
 for name in ("--evalrt", "--server", "--model"):
@@ -40,12 +42,6 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 CHAT_TOOLS = [{"type": "function", "function": {
     "name": "get_weather", "description": "Weather of a city", "parameters": SCHEMA}}]
 TOOLS = [{"name": "get_weather", "description": "Weather of a city", "input_schema": SCHEMA}]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ask(question, **more):
@@ -65,13 +61,7 @@ class Clients(unittest.TestCase):
         cls.addClassCleanup(cls.server.wait)
         cls.addClassCleanup(os.killpg, cls.server.pid, signal.SIGKILL)
         cls.url = f"http://127.0.0.1:{port}/v1"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.1)
+        until(lambda: answers(f"http://127.0.0.1:{port}/health"))
         cls.backend = ["--backend", "mlx-server", "--url", cls.url]
         gateway = subprocess.Popen([args.evalrt, "gateway", "--quiet", *cls.backend],
                                    stdout=subprocess.PIPE, text=True)
@@ -86,7 +76,7 @@ class Clients(unittest.TestCase):
         cls.messages = anthropic.Anthropic(base_url=cls.base, api_key="none")
 
     def metric(self, name):
-        text = urllib.request.urlopen(self.base + "/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(self.base + "/metrics", timeout=LONG).read().decode()
         row, = (row for row in text.splitlines() if row.startswith(f"evalrt_{name} "))
         return int(row.split()[1])
 
@@ -242,10 +232,7 @@ class Clients(unittest.TestCase):
             **ask("Tell a long story.", max_tokens=2000), stream=True)
         next(iter(stream))
         stream.close()
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and self.metric("in_flight"):
-            time.sleep(0.05)
-        self.assertEqual(self.metric("in_flight"), 0)
+        until(lambda: self.metric("in_flight") == 0)
 
     def test_a_child_needs_nothing_but_its_environment(self):
         script = """
@@ -258,7 +245,7 @@ print(chat.usage.completion_tokens, message.usage.output_tokens)
 """
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI_", "ANTHROPIC_"))}
         done = subprocess.run([args.evalrt, "gateway", *self.backend, "--", sys.executable, "-c", script],
-                              env=env, capture_output=True, text=True, timeout=120)
+                              env=env, capture_output=True, text=True, timeout=LONG)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertRegex(done.stdout, r"^\d \d\n$")
         self.assertIn("2 answered, 0 failed", done.stderr)

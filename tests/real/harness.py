@@ -8,13 +8,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+from patience import free_port  # noqa: E402
 
 # A proxy or a key of the user's own would lead elsewhere.
 CLEAN = {k: v for k, v in os.environ.items()
@@ -38,9 +40,7 @@ def read_arguments(packages=()):
 @contextlib.contextmanager
 def server(args, model, options=(), cwd=None):
     """A fresh one, ready. Its address, without /v1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([args.server, "--model", model, "--port", str(port), *options],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                start_new_session=True, cwd=cwd)

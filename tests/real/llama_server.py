@@ -31,7 +31,7 @@ class Llama(RealServer):
 
     def test_it_is_recognised_and_its_slots_are_found(self):
         done = subprocess.run([args.evalrt, "backends", "--probe", self.url], capture_output=True,
-                              text=True, timeout=60)
+                              text=True, timeout=600)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertTrue(done.stdout.startswith("llama-server "), done.stdout)
         self.assertIn(f"requests at once: {SLOTS}, its total_slots", done.stdout)

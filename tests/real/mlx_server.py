@@ -10,14 +10,14 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
-import urllib.request
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+from patience import LONG, answers, free_port, until  # noqa: E402
 
 parser = argparse.ArgumentParser()
 for name in ("--evalrt", "--server", "--model", "--data"):
@@ -59,7 +59,7 @@ class RealServer(unittest.TestCase):
 
     def finished(self, *arguments):
         process = self.program(*arguments)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=LONG)
         return process.returncode, out, err
 
     def run_lines(self, lines, *arguments, model=None):
@@ -157,28 +157,23 @@ class RealServer(unittest.TestCase):
         process = self.program("run", "suite", "-o", "out", *SERVER, "--model", self.model,
                                "--order", "fifo")
         part = self.dir / "out.part"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not (part.exists() and part.stat().st_size):
-            time.sleep(0.05)
+        until(lambda: part.exists() and part.stat().st_size)
         process.send_signal(number)
-        begin = time.monotonic()
-        _, err = process.communicate(timeout=30)
-        return process.returncode, err, time.monotonic() - begin
+        _, err = process.communicate(timeout=LONG)
+        return process.returncode, err
 
-    def test_ctrl_c_ends_in_a_second_with_what_was_answered(self):
-        code, err, seconds = self.stopped(signal.SIGINT)
+    def test_ctrl_c_waits_for_no_answer_and_keeps_what_there_was(self):
+        code, err = self.stopped(signal.SIGINT)
         self.assertEqual(code, 130, err)
-        self.assertLess(seconds, 2)  # a second; the machine is busy with the server's last step
         rows = [json.loads(row) for row in (self.dir / "out.part").read_text().splitlines()]
         self.assertIn("short", [row["custom_id"] for row in rows])
+        self.assertLess(len(rows), 21)
         self.assertFalse((self.dir / "out").exists())
 
     def test_killing_us_kills_the_server(self):
-        code, _, _ = self.stopped(signal.SIGKILL)
+        code, _ = self.stopped(signal.SIGKILL)
         self.assertEqual(code, -9)
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and servers(self.dir):
-            time.sleep(0.05)
+        until(lambda: not servers(self.dir))
 
     def test_a_server_that_is_killed_is_started_again_and_asked_the_same(self):
         lines = [line("short", "Hi", max_tokens=1)] + [
@@ -187,31 +182,21 @@ class RealServer(unittest.TestCase):
         process = self.program("run", "suite", "-o", "out", *SERVER, "--model", self.model,
                                "--order", "fifo", "--json", "summary")
         part = self.dir / "out.part"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not (part.exists() and part.stat().st_size):
-            time.sleep(0.05)
+        until(lambda: part.exists() and part.stat().st_size)
         os.kill(int(servers(self.dir)[0].split()[0]), signal.SIGKILL)
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=LONG)
         self.assertEqual(process.returncode, 0, err)
         summary = json.loads((self.dir / "summary").read_text())
         self.assertEqual((summary["answered"], summary["server_restarts"]), (7, 1))
         self.assertIn("killed by signal 9", err)
 
     def test_a_server_that_runs_already_is_used_and_left_alone(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         server = subprocess.Popen([args.server, "--model", self.model, "--port", str(port)],
                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                   start_new_session=True)
         try:
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-                    break
-                except OSError:
-                    time.sleep(0.1)
+            until(lambda: answers(f"http://127.0.0.1:{port}/health"))
             (self.dir / "suite").write_text(line("a", "What is the capital of France?"))
             for backend in ("mlx-server", "openai-url"):
                 code, out, err = self.finished("run", "suite", "--backend", backend, "--url",

@@ -29,7 +29,7 @@ final class FakeServer: Sendable {
     func open(_ change: (inout Configuration) -> Void = { _ in }) async throws -> Runtime {
         var configuration = configuration()
         change(&configuration)
-        return try await openAgain(configuration)
+        return try await Runtime.open(configuration)
     }
 
     /// What the server was asked and saw, a JSON object a line.
@@ -40,22 +40,12 @@ final class FakeServer: Sendable {
 
     /// Waits until a line has these words.
     func waits(for words: String) async -> Bool {
-        for _ in 0..<3000 {
+        for _ in 0..<30000 {
             if lines.contains(where: { $0.contains(words) }) { return true }
             try? await Task.sleep(for: .milliseconds(10))
         }
         return false
     }
-}
-
-/// On a busy machine somebody may take the free port before the server does.
-func openAgain(_ configuration: Configuration, tries: Int = 5) async throws -> Runtime {
-    do {
-        return try await Runtime.open(configuration)
-    } catch {
-        guard tries > 1, error.message.contains("start again") else { throw error }
-    }
-    return try await openAgain(configuration, tries: tries - 1)
 }
 
 func chat(_ question: String) -> Request { .chat([.user(question)]) }

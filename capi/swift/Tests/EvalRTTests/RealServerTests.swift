@@ -11,7 +11,7 @@ private let program = environment["EVALRT_TEST_SERVER"]
 /// The real mlx_lm.server (EVALRT_TEST_SERVER) with a real model (EVALRT_TEST_MODEL).
 @Suite(.enabled(if: program != nil && model != nil,
                 "EVALRT_TEST_SERVER and EVALRT_TEST_MODEL are not set"),
-       .timeLimit(.minutes(5)))
+       .timeLimit(.minutes(60)))
 struct RealServerTests {
     @Test("a real model answers, streams, batches, reuses prefixes and is interrupted")
     func real() async throws {
@@ -19,7 +19,7 @@ struct RealServerTests {
         configuration.executable = program
         configuration.gateway = .init()
         configuration.parity = 3
-        let runtime = try await openAgain(configuration)
+        let runtime = try await Runtime.open(configuration)
         var request = chat("What is the capital of France? Answer in one word.")
         request.maxTokens = 12
 

@@ -15,9 +15,10 @@ namespace evalrt {
 
 SchedulerOptions scheduler_options(const BackendRow& row, unsigned servers) {
     SchedulerOptions options;
-    options.max_in_flight = row.in_flight * servers;
-    options.most_in_flight = row.most_in_flight * servers;
-    options.repack = row.repack * servers * servers; // under a root
+    options.servers = servers;
+    options.max_in_flight = row.in_flight;
+    options.most_in_flight = row.most_in_flight;
+    options.repack = row.repack;
     options.refill = row.refill;
     if (row.release == Release::done) options.commit_delay = row.commit_delay;
     return options;

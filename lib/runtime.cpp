@@ -324,17 +324,19 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     void make_scheduler() {
         auto planning = planner_options(row);
         planning.in_order = options.order == Order::fifo;
+        const auto one = [planning]() -> std::unique_ptr<PrefixPlanner> {
+            return std::make_unique<RadixPlanner>(planning);
+        };
+        const bool mixes = row.processors_mix && !row.drop_seed_at_zero;
+        const auto make = [one, mixes]() -> std::unique_ptr<PrefixPlanner> {
+            if (mixes) return one();
+            return std::make_unique<detail::ApartPlanner>(one);
+        };
         if (more.empty()) {
-            const auto make = [planning] { return std::make_unique<RadixPlanner>(planning); };
-            if (row.processors_mix && !row.drop_seed_at_zero)
-                planner = make();
-            else
-                planner = std::make_unique<detail::ApartPlanner>(make);
+            planner = make();
         } else {
-            detail::ReplicaPlanner::Options of;
-            of.planner = planning;
-            of.most = std::max(row.in_flight, row.most_in_flight);
-            spread = std::make_shared<detail::ReplicaPlanner>(more.size() + 1, of);
+            spread = std::make_shared<detail::ReplicaPlanner>(
+                more.size() + 1, detail::ReplicaPlanner::Options{planning, make});
             for (std::size_t n = 0; n < away.size(); ++n)
                 for (int twice = 0; away[n] && twice < 2; ++twice) spread->unreachable(n);
             std::vector<Backend*> servers{http.get()};

@@ -117,6 +117,9 @@ public:
     /// The server has started anew: its cache is empty.
     virtual void cache_lost() {}
 
+    /// Of several servers: whether this one takes requests now. Until it is said, it does.
+    virtual void admit(unsigned /*server*/, bool /*open*/) {}
+
     /// When next() may name another without anything having happened.
     virtual Point wake() const { return Point::max(); }
 

@@ -10,13 +10,13 @@
 
 namespace evalrt {
 
-/// What a row says about scheduling; of `servers` that are alike behind one queue, for all together.
+/// What a row says about scheduling; `servers`: that are alike, behind one queue.
 SchedulerOptions scheduler_options(const BackendRow& row, unsigned servers = 1);
 RadixPlanner::Options planner_options(const BackendRow& row);
 
-/// Keeps at most max_in_flight requests on the way, in the order that the planner names them, and
-/// makes failed attempts again by the retry table. A suite submits all its requests at once:
-/// that is cheap, and the planner then orders all of them.
+/// Keeps at most max_in_flight requests on the way to each server, in the order that the planner
+/// names them, and makes failed attempts again by the retry table. A suite submits all its requests
+/// at once: that is cheap, and the planner then orders all of them.
 ///
 /// Text       a failed attempt whose text has reached on_text is not made again: the caller, who
 ///            set request.stream, could not take it back.

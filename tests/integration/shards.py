@@ -15,12 +15,12 @@ from patience import LONG, fake_openai, until
 
 
 class WithServers(Base):
-    def server(self, name="a", answers=None, then="never"):
+    def server(self, name="a", answers=None, then="never", model=None):
         """One that runs; its own log is NAME.log. After so many answers it waits for the file `then`."""
         program = self.dir / name
         program.symlink_to(SERVER)
         env = self.env() | ({} if answers is None else {"FAKE_OPENAI_GATE": f"{answers} {then}"})
-        process, url = fake_openai("--model", self.model, program=program, cwd=self.dir,
+        process, url = fake_openai("--model", model or self.model, program=program, cwd=self.dir,
                                    stderr=subprocess.DEVNULL, env=env)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
@@ -303,6 +303,35 @@ class Replicas(WithServers):
         self.assertTrue(all(row["error"] is None for row in rows))
         self.assertIn("it is gone", err)
         self.assertEqual(len(set(self.asked_of("b"))), 52)
+
+    def test_the_turns_of_a_conversation_go_to_one_server(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        rows = []
+        for n in range(8):
+            for turn in range(5):
+                rows.append(json.loads(line(f"{n}-{turn}", f"abreast conversation {n} turn {turn} " + "word " * 60))
+                            | {"evalrt": {"session": f"s{n}", "turn": turn}})
+        rows.sort(key=lambda row: row["evalrt"]["turn"])  # not as they belong together
+        process = self.both(self.suite(*map(json.dumps, rows)), a, b)
+        _, err = process.communicate(timeout=LONG)
+        self.assertEqual(process.returncode, 0, err)
+        turns = {name: [question.split()[2:5:2] for question in self.asked_of(name)] for name in "ab"}
+        for n in map(str, range(8)):
+            of = {name: [turn for it, turn in turns[name] if it == n] for name in "ab"}
+            self.assertIn([], of.values(), of)
+            self.assertEqual(of["a"] + of["b"], list("01234"))
+        self.assertEqual(len(turns["a"]) + len(turns["b"]), 40)
+        self.assertGreaterEqual(min(len(turns["a"]), len(turns["b"])), 10)
+
+    def test_one_that_refuses_for_its_load_does_not_hold_the_other(self):
+        (_, a), (_, b) = self.server("a", model="refuses"), self.server("b")
+        process = self.both(self.groups(60), b, a)
+        _, err = process.communicate(timeout=LONG)
+        self.assertEqual(process.returncode, 0, err)
+        self.assertEqual(sum(row["error"] is None for row in self.out()), 60)
+        # All that it has refused is answered by the other, which was not paused for it.
+        self.assertEqual(len(self.asked_of("b")), 60)
+        self.assertTrue(self.asked_of("a"))
 
     def test_one_that_is_not_there_at_first_is_done_without(self):
         _, a = self.server("a")

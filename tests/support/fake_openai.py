@@ -126,7 +126,7 @@ class Handler(BaseHTTPRequestHandler):
             self.leave()
 
     def reply(self, body, question):
-        if busy():
+        if busy() or (args.model == "refuses" and body.get("max_tokens") != 1):
             return self.answer(503, json.dumps({"error": {"message": "warming up"}}))
         if question == "fail":
             return self.answer(400, json.dumps({"error": {"message": "this one is refused"}}))

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <random>
+#include <set>
 
 using namespace evalrt;
 using detail::ReplicaPlanner;
@@ -13,26 +14,31 @@ namespace {
 
 // Servers that answer one request a second each, in virtual time.
 struct World {
-    explicit World(std::size_t servers, unsigned most = 4, Release release = Release::at_once)
-        : planner(servers, options(most, release)) {}
+    explicit World(std::size_t servers, unsigned most_ = 4, Release release = Release::at_once)
+        : planner(servers, options(release)), most(most_) {}
 
-    static ReplicaPlanner::Options options(unsigned most, Release release) {
+    static ReplicaPlanner::Options options(Release release) {
         ReplicaPlanner::Options it;
         it.planner.release = release;
-        it.most = most;
         return it;
     }
 
-    void add(RequestId id, int group) {
+    void add(RequestId id, int group, std::string session = {}, int turn = 0) {
         auto& text = texts[id];
-        text = std::to_string(group) + std::string(600, char('a' + group)) + std::to_string(id);
+        text = std::to_string(group) + std::string(600, char('a' + group)) + session +
+               std::to_string(id);
         Prompt prompt;
         prompt.segments = {text};
         prompt.output_tokens = 10;
+        prompt.session = std::move(session);
+        prompt.turn = turn;
         planner.add(id, prompt);
     }
 
+    // As the scheduler does it: a server with `most` running, or that is shut, takes no more.
     std::optional<Pick> next() {
+        for (unsigned i = 0; i < planner.size(); ++i)
+            planner.admit(i, planner.running(i) < most && !shut.contains(i));
         auto pick = planner.next(now);
         if (pick) running[pick->id] = pick->server;
         return pick;
@@ -49,6 +55,8 @@ struct World {
     }
 
     ReplicaPlanner planner;
+    unsigned most;
+    std::set<unsigned> shut;
     PrefixPlanner::Point now{std::chrono::seconds(1000)};
     std::map<RequestId, std::string> texts;
     std::map<RequestId, unsigned> running;
@@ -73,7 +81,7 @@ TEST_CASE("Each server gets the groups of its own run") {
     CHECK(world.asked[0].size() + world.asked[1].size() == 40);
 }
 
-TEST_CASE("A server that is done takes half of what the slowest has left, but not its last one") {
+TEST_CASE("A server that is done takes half of what the slowest has left") {
     World world(2, 1);
     for (RequestId id = 1; id <= 20; ++id) world.add(id, 0);
     auto slow = world.next(), fast = world.next();
@@ -87,10 +95,22 @@ TEST_CASE("A server that is done takes half of what the slowest has left, but no
         if (!fast) break;
         CHECK(fast->server != slow->server);
     }
-    CHECK(done == 18); // the other one's next stays its own
-    CHECK(world.planner.count(fast ? fast->server : 1 - slow->server).stolen > 4);
-    world.end(slow->id);
-    REQUIRE(world.next());
+    CHECK(done == 19);
+    CHECK(world.planner.count(1 - slow->server).stolen > 4);
+
+    // But not the last one of a server that has a place for it.
+    World two(2, 4);
+    for (RequestId id = 1; id <= 4; ++id) two.add(id, int(id)); // two each
+    REQUIRE(two.next());
+    for (int i = 0; i < 2; ++i) {
+        const auto pick = two.next();
+        REQUIRE(pick);
+        CHECK(pick->server == 1);
+        two.end(pick->id);
+    }
+    const auto last = two.next(); // it has the fewest running, and nothing left
+    REQUIRE(last);
+    CHECK(last->server == 0);
 }
 
 TEST_CASE("A server that cannot be reached loses its run to the others, and is tried again") {
@@ -131,6 +151,102 @@ TEST_CASE("A server that cannot be reached loses its run to the others, and is t
     CHECK(more->server == 0);
 }
 
+TEST_CASE("Of several servers the one that is shut is sent nothing, and the others go on") {
+    World world(2, 2);
+    for (RequestId id = 1; id <= 40; ++id) world.add(id, int(id % 2));
+    world.shut = {0};
+    for (int i = 0; i < 10; ++i) {
+        std::vector<RequestId> sent;
+        while (const auto pick = world.next()) {
+            CHECK(pick->server == 1);
+            sent.push_back(pick->id);
+        }
+        CHECK(sent.size() == 2);
+        for (const auto id : sent) world.end(id);
+    }
+    world.shut = {};
+    const auto pick = world.next();
+    REQUIRE(pick);
+    CHECK(pick->server == 0);
+}
+
+TEST_CASE("What comes late and alone goes to the server with the least to do") {
+    World world(3, 10);
+    std::map<unsigned, int> sent;
+    for (RequestId id = 1; id <= 9; ++id) {
+        world.add(id, int(id));
+        const auto pick = world.next();
+        REQUIRE(pick);
+        ++sent[pick->server];
+    }
+    CHECK(sent == std::map<unsigned, int>{{0, 3}, {1, 3}, {2, 3}});
+}
+
+TEST_CASE("A conversation stays on its server, turns that come later too") {
+    World world(2, 2);
+    // Four conversations of five turns each, and single questions.
+    std::map<RequestId, std::string> session;
+    for (RequestId id = 1; id <= 20; ++id) {
+        session[id] = std::string(1, char('p' + id % 4));
+        world.add(id, int(id % 4), session[id], int(id / 4));
+    }
+    for (RequestId id = 100; id < 130; ++id) world.add(id, int(id % 4));
+    std::map<std::string, std::set<unsigned>> of;
+    const auto run_out = [&] {
+        while (const auto pick = world.next()) {
+            if (session.contains(pick->id)) of[session[pick->id]].insert(pick->server);
+            if (world.running.size() == 4) world.end(world.running.begin()->first);
+        }
+        while (!world.running.empty()) world.end(world.running.begin()->first);
+    };
+    run_out();
+    for (int turn = 5; turn < 9; ++turn) { // one after the other, each known when the last is over
+        for (const char name : {'p', 'q', 'r', 's'}) {
+            const RequestId id = 1000 + RequestId(turn * 10 + name);
+            session[id] = std::string(1, name);
+            world.add(id, name % 4, session[id], turn);
+        }
+        run_out();
+    }
+    REQUIRE(of.size() == 4);
+    for (const auto& [name, servers] : of) CHECK(servers.size() == 1);
+    CHECK((world.asked[0].size() > 10 && world.asked[1].size() > 10));
+
+    // Its server dies: what is left of it goes to another one, together.
+    World dying(3, 1);
+    for (RequestId id = 1; id <= 5; ++id) dying.add(id, 0, "talk", int(id));
+    const auto first = dying.next();
+    REQUIRE(first);
+    dying.planner.unreachable(first->server);
+    dying.planner.unreachable(first->server);
+    dying.end(first->id, Step::failed);
+    dying.add(first->id, 0, "talk", 1);
+    std::set<unsigned> then;
+    while (const auto pick = dying.next()) {
+        then.insert(pick->server);
+        dying.end(pick->id);
+    }
+    CHECK(then.size() == 1);
+    CHECK_FALSE(then.contains(first->server));
+    CHECK(dying.asked[*then.begin()].size() == 5);
+}
+
+TEST_CASE("Conversations are stolen whole, and not once they have begun") {
+    World world(2, 1);
+    for (RequestId id = 1; id <= 30; ++id) // three conversations of ten turns
+        world.add(id, 0, std::string(1, char('a' + (id - 1) / 10)), int(id % 10));
+    std::map<RequestId, unsigned> of;
+    const auto slow = world.next();
+    REQUIRE(slow);
+    for (auto pick = world.next(); pick; pick = world.next()) { // the slow one never ends its first
+        of[pick->id] = pick->server;
+        CHECK(pick->server != slow->server);
+        world.end(pick->id);
+    }
+    const auto mine = (slow->id - 1) / 10;
+    for (RequestId id = 1; id <= 30; ++id) CHECK(of.contains(id) == ((id - 1) / 10 != mine));
+}
+
 TEST_CASE(
     "Any course of events: everything is asked, nothing twice at once, somebody always runs") {
     std::mt19937_64 random(11);
@@ -139,20 +255,49 @@ TEST_CASE(
         World world(servers, unsigned(1 + random() % 4),
                     random() % 2 ? Release::at_once : Release::first_text);
         const RequestId count = random() % 80;
-        for (RequestId id = 1; id <= count; ++id) world.add(id, int(random() % 5));
+        std::vector<std::string> session(count + 1);
+        std::vector<int> group(count + 1);
+        const auto add = [&](RequestId id) { world.add(id, group[id], session[id], int(id)); };
+        const bool sessions = round % 2 == 0;
+        RequestId added = 0;
+        for (RequestId id = 1; id <= count; ++id) {
+            if (sessions && random() % 2) session[id] = "s" + std::to_string(random() % 6);
+            group[id] = int(random() % 5);
+            if (added + 1 == id && random() % 20) add(added = id);
+        }
         std::size_t done = 0;
         std::vector<bool> dead(servers), gone(count + 1);
+        std::map<std::string, std::pair<unsigned, unsigned>> at; // a session's server, since when
+        std::vector<unsigned> deaths(servers);
         for (int step = 0; step < 20000 && done < count; ++step) {
+            if (added < count && random() % 3 == 0) add(++added);
+            if (random() % 9 == 0) {
+                world.shut.clear();
+                if (servers > 1 && random() % 2) world.shut.insert(unsigned(random() % servers));
+            }
             while (true) {
                 const auto before = world.running;
-                const auto pick = world.planner.next(world.now);
+                const auto pick = world.next();
                 if (!pick) break;
                 REQUIRE_FALSE(before.contains(pick->id));
                 REQUIRE_FALSE(gone[pick->id]);
                 REQUIRE(pick->server < servers);
-                world.running[pick->id] = pick->server;
+                REQUIRE_FALSE(world.shut.contains(pick->server));
+                if (const auto& name = session[pick->id]; !name.empty()) {
+                    const auto now = std::pair(pick->server, deaths[pick->server]);
+                    const auto [last, fresh] = at.emplace(name, now);
+                    // Elsewhere only if its server has failed since.
+                    if (!fresh && last->second.first != pick->server)
+                        REQUIRE(deaths[last->second.first] > last->second.second);
+                    last->second = now;
+                }
             }
             if (world.running.empty()) { // only those wait that are tried later
+                if (added < count) continue;
+                if (!world.shut.empty()) {
+                    world.shut.clear();
+                    continue;
+                }
                 REQUIRE(world.planner.wake() < PrefixPlanner::Point::max());
                 world.now = std::max(world.now, world.planner.wake());
                 continue;
@@ -164,16 +309,17 @@ TEST_CASE(
             if (random() % 50 == 0) dead[random() % servers] = random() % 2 == 0;
             if (random() % 60 == 0) { // one that waits is given up, or one that does not is not
                 const RequestId other = 1 + random() % count;
-                if (!gone[other] && !world.running.contains(other)) {
+                if (other <= added && !gone[other] && !world.running.contains(other)) {
                     world.planner.remove(other);
                     gone[other] = true;
                     ++done;
                 }
             }
             if (dead[server]) {
+                ++deaths[server];
                 world.planner.unreachable(server);
                 world.end(id, Step::failed);
-                world.add(id, int(id % 5));
+                add(id);
             } else {
                 world.end(id);
                 gone[id] = true;

@@ -845,9 +845,10 @@ TEST_CASE("a row says how its server is to be asked") {
     CHECK(options.commit_delay == 0ms); // only after the end
     row.most_in_flight = 9;
     const auto three = evalrt::scheduler_options(row, 3); // servers that are alike
-    CHECK(three.max_in_flight == 21);
-    CHECK(three.most_in_flight == 27);
-    CHECK(three.repack == 9 * row.repack); // under a root
+    CHECK(three.servers == 3);
+    CHECK(three.max_in_flight == 7); // each of them
+    CHECK(three.most_in_flight == 9);
+    CHECK(three.repack == row.repack);
     const auto plan = evalrt::planner_options(row);
     CHECK(plan.release == evalrt::Release::first_text);
     CHECK(plan.shared_bytes == 400);

@@ -1,5 +1,7 @@
 #include "evalrt/detail/scheduler_core.hpp"
 
+#include "evalrt/detail/replicas.hpp"
+
 #include "support/catch.hpp"
 
 #include <map>
@@ -844,6 +846,109 @@ TEST_CASE("answers that come in one piece show what the limit is worth, too") {
         }
     }
     CHECK(queue.core.stats(now).limit == 16);
+}
+
+// Two servers that are alike, and who runs where.
+struct Pair {
+    explicit Pair(SchedulerOptions options) : core(planner, (options.servers = 2, options)) {}
+
+    void submit(RequestId first, RequestId last) {
+        for (auto id = first; id <= last; ++id) {
+            texts[id] = std::to_string(id);
+            core.submit(id, {"d", {texts[id]}, {}}, never);
+        }
+    }
+    std::array<Ids, 2> next(Point now = start) { // what is sent now, to each
+        std::array<Ids, 2> sent;
+        while (const auto pick = core.next(now)) {
+            sent.at(pick->server).push_back(pick->id);
+            running.at(pick->server).push_back(pick->id);
+        }
+        return sent;
+    }
+    RequestId first(unsigned server) {
+        const auto id = running.at(server).front();
+        running.at(server).erase(running.at(server).begin());
+        return id;
+    }
+    void answer(unsigned server, Point now = start) { core.ended(first(server), {}, false, now); }
+    void fail(unsigned server, Response response, Point now = start) {
+        core.ended(first(server), response, false, now);
+    }
+
+    evalrt::detail::ReplicaPlanner planner{2, {}};
+    SchedulerCore core;
+    std::map<RequestId, std::string> texts;
+    std::array<Ids, 2> running;
+};
+
+TEST_CASE("each of several servers has the limit, and one that refuses does not hold the others") {
+    Pair pair(in_flight(4));
+    pair.submit(1, 100);
+    auto sent = pair.next();
+    CHECK(sent[0].size() == 4);
+    CHECK(sent[1].size() == 4);
+    CHECK(pair.core.stats(start).limit == 8);
+    pair.fail(0, asked_to_wait(Errc::rate_limited, 10s));
+    pair.answer(1);
+    sent = pair.next();
+    CHECK(sent[0].empty()); // it has asked for a pause
+    CHECK(sent[1].size() == 1);
+    CHECK(pair.core.stats(start).limit == 3 + 4);
+    pair.answer(0); // its others come through, and it gets no more
+    pair.answer(0);
+    CHECK(pair.next()[0].empty());
+    CHECK(pair.core.wake(start) <= start + 11s);
+    Point now = start + 11s;
+    sent = pair.next(now);
+    CHECK(sent[0].size() == 2); // three at once
+    CHECK(sent[1].empty());
+    for (int i = 0; i < 20; ++i) { // it takes its answers for a sign
+        pair.answer(0, now);
+        pair.next(now);
+    }
+    CHECK(pair.core.stats(now).limit == 8);
+}
+
+TEST_CASE("each of several servers climbs by what it brings itself") {
+    auto options = in_flight(2);
+    options.most_in_flight = 16;
+    Pair pair(options);
+    pair.submit(1, 4000);
+    Point now = start;
+    pair.next(now);
+    // The first brings a token a step to each, however many; the second four in all.
+    for (int step = 0; step < 400; ++step) {
+        now += 50ms;
+        for (const auto id : pair.running[0]) pair.core.text(id, now);
+        for (std::size_t i = 0; i < 4; ++i)
+            if (const auto& of = pair.running[1]; !of.empty())
+                pair.core.text(of[(std::size_t(step) * 4 + i) % of.size()], now);
+        pair.next(now);
+    }
+    CHECK(pair.running[0].size() == 16);
+    CHECK(pair.running[1].size() < 12);
+}
+
+TEST_CASE("a server that is away is asked one at a time, and the others as ever") {
+    auto options = in_flight(3);
+    options.breaker.failures = 2;
+    options.breaker.patience = 60s;
+    Pair pair(options);
+    pair.submit(1, 60);
+    pair.next();
+    for (int i = 0; i < 2; ++i) {
+        pair.planner.unreachable(0);
+        pair.fail(0, failed(Errc::unreachable));
+    }
+    pair.answer(1);
+    CHECK(pair.next()[1].size() == 1);
+    CHECK_FALSE(pair.core.server_gone(start));
+    Point now = start + 1h; // nobody is gone as long as one answers
+    CHECK_FALSE(pair.core.server_gone(now));
+    for (int i = 0; i < 3; ++i) pair.fail(1, failed(Errc::unreachable), now);
+    CHECK_FALSE(pair.core.server_gone(now));
+    CHECK(pair.core.server_gone(now + 61s));
 }
 
 TEST_CASE("a run that is not worth going on with says so, while something waits") {

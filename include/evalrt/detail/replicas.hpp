@@ -7,19 +7,23 @@
 
 #include <functional>
 #include <memory>
+#include <unordered_set>
 
 namespace evalrt::detail {
 
 /// Cuts the planned order into contiguous runs, one a server, each of which has a planner of its
 /// own for what is about to be sent. A server whose run is done takes the second half of what the
 /// slowest one has left. One that cannot be reached twice in a row loses its run to the others, and
-/// is tried with one request every few seconds.
+/// is tried with one request every few seconds. A conversation that has begun on a server stays
+/// there, later turns too, as long as that can be reached.
 class ReplicaPlanner final : public PrefixPlanner {
 public:
+    using Make = std::function<std::unique_ptr<PrefixPlanner>()>;
     struct Options {
-        RadixPlanner::Options planner;
-        unsigned most = 0; ///< running on one server at once; 0: any number
+        RadixPlanner::Options planner; ///< of the whole order
+        Make make{};                   ///< a server's; none: a RadixPlanner with these options
         std::chrono::milliseconds pause{5000};
+        std::size_t remembered = 4096; ///< conversations of which nothing waits or runs
     };
     struct Count {
         std::uint64_t sent = 0,
@@ -27,14 +31,21 @@ public:
     };
 
     ReplicaPlanner(std::size_t servers, Options options)
-        : options_(options), servers_(std::max<std::size_t>(servers, 1)) {
-        for (auto& it : servers_) it.planner = make();
+        : options_(std::move(options)), servers_(std::max<std::size_t>(servers, 1)) {
+        for (auto& it : servers_)
+            it.planner =
+                options_.make ? options_.make() : std::make_unique<RadixPlanner>(options_.planner);
     }
 
     void add(RequestId id, const Prompt& prompt) override {
-        auto& item = items_[id];
+        const auto [found, fresh] = items_.try_emplace(id);
+        auto& item = found->second;
         item.prompt = prompt;
         item.place = Place::fresh;
+        if (fresh && !prompt.session.empty()) {
+            item.session = &sessions_[prompt.session];
+            ++item.session->live;
+        }
         fresh_.push_back(id);
         ++waiting_;
     }
@@ -42,6 +53,7 @@ public:
     std::optional<Pick> next(Point now) override {
         place_fresh();
         wake_ = Point::max();
+        holds_ = {};
         if (waiting_ == 0) return {};
         std::vector<std::size_t> order; // those with the fewest running first
         for (std::size_t i = 0; i < servers_.size(); ++i) order.push_back(i);
@@ -50,8 +62,8 @@ public:
         });
         for (const auto i : order) {
             auto& server = servers_[i];
-            if (options_.most > 0 && server.running >= options_.most) continue;
-            if (server.failures >= too_many && any_up()) {
+            if (!server.open) continue;
+            if (!up(i) && any_up()) {
                 // One at a time, to see whether it is back.
                 const auto until = server.since == Point{} ? now : server.since + options_.pause;
                 if (server.since == Point{}) server.since = now;
@@ -61,10 +73,11 @@ public:
                 }
                 server.since = now;
             }
-            if (own(server) == 0) steal(i, server.failures < too_many);
+            if (own(server) == 0) steal(i, up(i));
             feed(server);
             if (auto pick = server.planner->next(now)) return send(*pick, i);
             wake_ = std::min(wake_, server.planner->wake());
+            if (holds_.empty()) holds_ = server.planner->holds();
         }
         return {};
     }
@@ -77,7 +90,7 @@ public:
         if (stage == Stage::first_text) return;
         --server.running;
         it->second.place = Place::nowhere; // may be added again
-        if (stage == Stage::done) items_.erase(it);
+        if (stage == Stage::done) forget(it);
     }
 
     void answered(RequestId id, std::int64_t output_tokens) override {
@@ -93,15 +106,17 @@ public:
         if (item.place == Place::running) return;
         if (item.place == Place::fed) take_back(servers_[item.server], id);
         if (item.place != Place::nowhere) --waiting_;
-        items_.erase(it);
+        forget(it);
     }
 
     void cache_lost() override {
         for (auto& it : servers_) it.planner->cache_lost();
     }
 
+    void admit(unsigned server, bool open) override { servers_[server].open = open; }
+
     Point wake() const override { return wake_; }
-    std::string_view holds() const override { return servers_.front().planner->holds(); }
+    std::string_view holds() const override { return holds_; }
 
     /// It has answered something, whatever that was.
     void alive(std::size_t server) {
@@ -112,7 +127,7 @@ public:
     /// A connection to it could not be made, or broke.
     void unreachable(std::size_t server) {
         auto& it = servers_[server];
-        if (++it.failures != too_many) return;
+        if (++it.failures < too_many) return;
         it.planner->cache_lost();
         hand_over(server);
     }
@@ -125,28 +140,34 @@ public:
 private:
     static constexpr unsigned too_many = 2;
     static constexpr std::size_t window = 512; // in a server's planner at once
+    static constexpr std::size_t none = ~std::size_t(0);
 
     enum class Place { nowhere, fresh, queued, fed, running };
+    struct Session {
+        std::size_t server = none;
+        std::size_t live = 0;    // of its turns, those that are here
+        bool begun = false;      // its server has had a turn of it
+        std::uint64_t ended = 0; // when the last one left
+    };
     struct Item {
         Prompt prompt;
+        Session* session = nullptr;
         std::size_t server = 0;
         Place place = Place::nowhere;
         bool planned = false; // it has been in an order: a failed one goes where it was
         std::uint64_t cost = 1;
     };
+    using Items = std::unordered_map<RequestId, Item>;
     struct Server {
         std::unique_ptr<PrefixPlanner> planner;
         std::deque<RequestId> queue; // planned, not in the planner yet
         std::deque<RequestId> fed;   // in it, in the order of the plan; some may have gone
         std::size_t waiting = 0;     // in the planner
         unsigned running = 0, failures = 0;
+        bool open = true;
         Point since{}; // of the last try while it is down
         Count count;
     };
-
-    std::unique_ptr<PrefixPlanner> make() const {
-        return std::make_unique<RadixPlanner>(options_.planner);
-    }
 
     static std::size_t own(const Server& it) { return it.queue.size() + it.waiting; }
 
@@ -155,18 +176,45 @@ private:
                            [](const Server& it) { return it.failures < too_many; });
     }
 
-    // What has come since: in order, cut, to those that are there.
+    void forget(Items::iterator it) {
+        Session* session = it->second.session;
+        std::string name = session ? it->second.prompt.session : std::string();
+        items_.erase(it);
+        if (!session || --session->live > 0) return;
+        session->ended = ++ends_;
+        quiet_.emplace_back(session->ended, std::move(name));
+        while (quiet_.size() > options_.remembered) {
+            const auto old = sessions_.find(quiet_.front().second);
+            if (old != sessions_.end() && old->second.live == 0 &&
+                old->second.ended == quiet_.front().first)
+                sessions_.erase(old);
+            quiet_.pop_front();
+        }
+    }
+
+    // What has come since: what goes on with something, where that is; of the rest an order, cut,
+    // to those that are there.
     void place_fresh() {
         if (fresh_.empty()) return;
         std::vector<RequestId> ids;
+        std::vector<std::pair<std::size_t, RequestId>> known;
         for (const auto id : std::exchange(fresh_, {})) {
             const auto found = items_.find(id);
             if (found == items_.end()) continue; // removed
-            auto& item = found->second;
-            if (item.planned && servers_[item.server].failures < too_many)
-                queue_front(item.server, id);
+            const auto& item = found->second;
+            const auto server = item.session   ? item.session->server
+                                : item.planned ? item.server
+                                               : none;
+            if (server != none && up(server))
+                known.emplace_back(server, id);
             else
                 ids.push_back(id);
+        }
+        for (auto it = known.rbegin(); it != known.rend(); ++it) {
+            auto& item = items_.at(it->second);
+            item.server = it->first;
+            item.place = Place::queued;
+            servers_[it->first].queue.push_front(it->second);
         }
         if (ids.empty()) return;
         RadixPlanner planner(options_.planner);
@@ -183,23 +231,32 @@ private:
         deal(order, costs);
     }
 
+    // Few that come late go to those with the least to do.
     void deal(const std::vector<RequestId>& order, const std::vector<ShardItem>& costs) {
-        std::vector<std::size_t> up;
+        std::vector<std::size_t> to;
         for (std::size_t i = 0; i < servers_.size(); ++i)
-            if (servers_[i].failures < too_many || !any_up()) up.push_back(i);
-        const Shards shards(costs, up.size());
-        for (std::size_t i = 0; i < up.size(); ++i)
-            for (auto at = shards.begin(i); at < shards.end(i); ++at) {
-                auto& item = items_.at(order[at]);
-                item.server = up[i];
-                item.place = Place::queued;
-                servers_[up[i]].queue.push_back(order[at]);
-            }
+            if (up(i) || !any_up()) to.push_back(i);
+        const auto load = [this](std::size_t i) { return own(servers_[i]) + servers_[i].running; };
+        std::stable_sort(to.begin(), to.end(),
+                         [&](std::size_t a, std::size_t b) { return load(a) < load(b); });
+        const Shards shards(costs, to.size());
+        std::size_t next = 0;
+        for (std::size_t i = 0; i < to.size(); ++i) {
+            if (shards.begin(i) == shards.end(i)) continue;
+            const auto server = to[next++];
+            for (auto at = shards.begin(i); at < shards.end(i); ++at) queue(order[at], server);
+        }
     }
 
-    void queue_front(std::size_t server, RequestId id) {
-        items_.at(id).place = Place::queued;
-        servers_[server].queue.push_front(id);
+    void queue(RequestId id, std::size_t to) {
+        auto& item = items_.at(id);
+        item.server = to;
+        item.place = Place::queued;
+        if (item.session && item.session->server != to) {
+            item.session->server = to;
+            item.session->begun = false;
+        }
+        servers_[to].queue.push_back(id);
     }
 
     void feed(Server& server) {
@@ -222,50 +279,71 @@ private:
         --server.waiting;
     }
 
-    // The last ones of its run, in their order.
-    std::vector<RequestId> last_of(Server& server, std::size_t count) {
+    // The last ones of its run, in their order: `count` of them, or a few more, as conversations
+    // are whole. Of those that have begun there none, but with `all`.
+    std::vector<RequestId> last_of(Server& server, std::size_t count, bool all) {
         std::vector<RequestId> ids;
-        while (ids.size() < count && !server.queue.empty()) {
-            if (items_.contains(server.queue.back())) ids.push_back(server.queue.back());
-            server.queue.pop_back();
+        std::unordered_set<const Session*> taken;
+        const auto wanted = [&](const Item& item) {
+            const auto* session = item.session;
+            if (all || !session) return all || ids.size() < count;
+            if (session->begun) return false;
+            if (!taken.contains(session) && ids.size() >= count) return false;
+            taken.insert(session);
+            return true;
+        };
+        const auto more = [&] { return ids.size() < count || !taken.empty(); };
+        std::vector<RequestId> kept;
+        for (; more() && !server.queue.empty(); server.queue.pop_back()) {
+            const auto id = server.queue.back();
+            const auto found = items_.find(id);
+            if (found != items_.end()) (wanted(found->second) ? ids : kept).push_back(id);
         }
-        while (ids.size() < count && !server.fed.empty()) {
+        server.queue.insert(server.queue.end(), kept.rbegin(), kept.rend());
+        for (kept.clear(); more() && !server.fed.empty(); server.fed.pop_back()) {
             const auto id = server.fed.back();
+            const bool goes = wanted(items_.at(id));
+            (goes ? ids : kept).push_back(id);
+            if (!goes) continue;
             server.planner->remove(id);
-            server.fed.pop_back();
             --server.waiting;
-            ids.push_back(id);
         }
+        server.fed.insert(server.fed.end(), kept.rbegin(), kept.rend());
         std::reverse(ids.begin(), ids.end());
         return ids;
     }
 
-    // One that is only tried takes one.
+    // From the one that has most left. One that is only tried takes one.
     void steal(std::size_t thief, bool half) {
-        std::size_t victim = thief, most = 1; // a single one is the victim's own
-        for (std::size_t i = 0; i < servers_.size(); ++i)
-            if (i != thief && own(servers_[i]) > most) {
-                victim = i;
-                most = own(servers_[i]);
-            }
-        if (victim == thief) return;
-        for (const auto id : last_of(servers_[victim], half ? most / 2 : 1)) give(id, thief);
-    }
-
-    void give(RequestId id, std::size_t to) {
-        auto& item = items_.at(id);
-        item.server = to;
-        item.place = Place::queued;
-        servers_[to].queue.push_back(id);
-        ++servers_[to].count.stolen;
+        std::vector<std::size_t> victims;
+        for (std::size_t i = 0; i < servers_.size(); ++i) {
+            const std::size_t least = servers_[i].open ? 1 : 0; // its last one it will send itself
+            if (i != thief && own(servers_[i]) > least) victims.push_back(i);
+        }
+        std::stable_sort(victims.begin(), victims.end(), [this](std::size_t a, std::size_t b) {
+            return own(servers_[a]) > own(servers_[b]);
+        });
+        for (const auto victim : victims) {
+            const auto ids =
+                last_of(servers_[victim],
+                        half ? std::max<std::size_t>(own(servers_[victim]) / 2, 1) : 1, false);
+            for (const auto id : ids) queue(id, thief);
+            servers_[thief].count.stolen += ids.size();
+            if (!ids.empty()) return;
+        }
     }
 
     // All that waits there goes to the others, in contiguous runs.
     void hand_over(std::size_t from) {
         if (!any_up()) return;
-        const auto ids = last_of(servers_[from], own(servers_[from]));
+        const auto ids = last_of(servers_[from], own(servers_[from]), true);
         std::vector<ShardItem> costs;
-        for (const auto id : ids) costs.push_back({items_.at(id).cost, 0});
+        const Session* last = nullptr;
+        for (const auto id : ids) {
+            const auto& item = items_.at(id);
+            costs.push_back({item.cost, 0, item.session && item.session == last});
+            last = item.session;
+        }
         deal(ids, costs);
         for (const auto id : ids) ++servers_[items_.at(id).server].count.stolen;
     }
@@ -275,6 +353,10 @@ private:
         auto& item = items_.at(pick.id);
         item.place = Place::running;
         item.server = to;
+        if (item.session) {
+            item.session->server = to;
+            item.session->begun = true;
+        }
         std::erase(server.fed, pick.id);
         --server.waiting;
         --waiting_;
@@ -286,10 +368,14 @@ private:
 
     Options options_;
     std::vector<Server> servers_;
-    std::unordered_map<RequestId, Item> items_;
+    Items items_;
+    std::unordered_map<std::string, Session> sessions_;       // never moves them
+    std::deque<std::pair<std::uint64_t, std::string>> quiet_; // of which nothing is here
+    std::uint64_t ends_ = 0;
     std::vector<RequestId> fresh_; // not planned
     std::size_t waiting_ = 0;
     Point wake_ = Point::max();
+    std::string_view holds_;
 };
 
 } // namespace evalrt::detail

@@ -15,6 +15,7 @@
 namespace evalrt {
 
 struct SchedulerOptions {
+    unsigned servers = 1;        ///< that are alike; what follows is of each of them
     unsigned max_in_flight = 16; ///< to start with
     unsigned most_in_flight = 0; ///< to climb to where that pays; up to max_in_flight: no climbing
     double repack = 0;           ///< see BackendRow::repack
@@ -54,9 +55,8 @@ public:
         : planner_(planner),
           options_(options),
           retry_(options.retry),
-          breaker_(options.breaker),
           stop_(options.stop),
-          limiter_({options.max_in_flight, options.most_in_flight, options.repack}) {}
+          servers_(std::max(options.servers, 1u), Server(options)) {}
 
     /// What the prompt's views point at must stay until the request has ended for good.
     /// `deadline`: Point::max() for none.
@@ -65,7 +65,8 @@ public:
         item.prompt = std::move(prompt);
         item.deadline = deadline;
         if (deadline != Point::max()) deadlines_.emplace(deadline, id);
-        if (item.prompt.output_tokens) limiter_.expect(*item.prompt.output_tokens);
+        if (item.prompt.output_tokens)
+            for (auto& it : servers_) it.limiter.expect(*item.prompt.output_tokens);
         planner_.add(id, item.prompt);
         ++waiting_;
     }
@@ -84,13 +85,14 @@ public:
     void text(RequestId id, Point now) {
         const auto it = items_.find(id);
         if (it == items_.end() || it->second.state != State::running) return;
-        limiter_.tokens(1, running_ >= limiter_.limit() && waiting_ > 0, now);
+        auto& server = servers_[it->second.server];
+        server.limiter.tokens(1, server.running >= server.limiter.limit() && waiting_ > 0, now);
         if (it->second.has_text) return rates_.text(now);
         rates_.first_text(now);
-        limiter_.first_text(now);
-        breaker_.alive();
+        server.limiter.first_text(now);
+        server.breaker.alive();
         it->second.has_text = true;
-        ++with_text_;
+        ++server.with_text;
         planner_.progressed(id, PrefixPlanner::Stage::first_text, now);
     }
 
@@ -99,24 +101,27 @@ public:
     /// the server died under it, or of it.
     bool ended(RequestId id, Response& response, bool delivered, Point now) {
         Item& item = items_.at(id);
+        auto& server = servers_[item.server];
         account(now);
         --running_;
-        refilling_ = false;
+        --server.running;
+        server.refilling = false;
         const bool had_text = std::exchange(item.has_text, false);
-        if (had_text) --with_text_;
+        if (had_text) --server.with_text;
         rates_.ended(item.burst, had_text, cold_tokens(item, response), now);
         const bool alone = std::exchange(item.alone, false);
         alone_ = alone_ && !alone;
         const bool lost = std::exchange(item.lost, false);
         if (!response.outcome) {
-            breaker_.alive();
+            server.breaker.alive();
             ++stats_.answered;
-            refusals_ = 0;
+            server.refusals = 0;
             if (!had_text) // it came in one piece
-                limiter_.tokens(double(response.usage.completion_tokens.value_or(1)),
-                                running_ + 1 >= limiter_.limit() && waiting_ > 0, now);
-            limiter_.answered(now, response.usage.completion_tokens);
-            stats_.most_limit = std::max(stats_.most_limit, limiter_.limit());
+                server.limiter.tokens(double(response.usage.completion_tokens.value_or(1)),
+                                      server.running + 1 >= server.limiter.limit() && waiting_ > 0,
+                                      now);
+            server.limiter.answered(now, response.usage.completion_tokens);
+            stats_.most_limit = std::max(stats_.most_limit, limit());
             retry_.succeeded(item.retry);
             item.deaths = 0;
             if (response.usage.completion_tokens)
@@ -163,12 +168,12 @@ public:
         }
         const bool refused = errc == Errc::unreachable && response.stage == Stage::none;
         if (errc != Errc::unreachable || response.stage > Stage::sent)
-            breaker_.alive();
-        else if (with_text_ == 0) // else it is only short of places for connections
-            breaker_.dead(now);
+            server.breaker.alive();
+        else if (server.with_text == 0) // else it is only short of places for connections
+            server.breaker.dead(now);
         const auto before = item.retry.resends;
         RetryVerdict verdict;
-        if (refused && !delivered && breaker_.waits(now))
+        if (refused && !delivered && worth_waiting(now))
             verdict = {true, std::chrono::milliseconds(100), false}; // nothing was sent
         else
             verdict = retry_.decide(response, delivered, item.retry);
@@ -181,12 +186,12 @@ public:
         delayed_.emplace(now + verdict.delay, id);
         if (verdict.pause_server) {
             auto pause = response.retry_after ? verdict.delay : std::chrono::milliseconds(0);
-            if (paused_until_ <= now) { // once for all that are turned away together
-                limiter_.overloaded(running_ + 1);
-                ++refusals_;
-                if (!response.retry_after) pause = retry_.pause(refusals_);
+            if (server.paused_until <= now) { // once for all that are turned away together
+                server.limiter.overloaded(server.running + 1);
+                ++server.refusals;
+                if (!response.retry_after) pause = retry_.pause(server.refusals);
             }
-            paused_until_ = std::max(paused_until_, now + pause);
+            server.paused_until = std::max(server.paused_until, now + pause);
         }
         return false;
     }
@@ -195,7 +200,7 @@ public:
     /// again; nothing is sent until server_back().
     void server_lost() {
         down_ = true;
-        limiter_.lost(running_); // the load may have been it
+        for (auto& it : servers_) it.limiter.lost(it.running); // the load may have been it
         for (auto& [id, item] : items_) {
             if (item.state != State::running || item.lost) continue;
             item.lost = true;
@@ -206,7 +211,7 @@ public:
 
     void server_back() {
         down_ = false;
-        breaker_.alive();
+        for (auto& it : servers_) it.breaker.alive();
     }
 
     using Reason = std::optional<std::pair<Errc, std::string>>;
@@ -214,8 +219,11 @@ public:
     /// Why the rest of the run is not worth asking for.
     const Reason& stop_reason() const { return stop_reason_; }
 
-    /// The server has not answered for longer than the breaker's patience.
-    bool server_gone(Point now) const { return !down_ && breaker_.gone(now); }
+    /// No server has answered for longer than the breaker's patience.
+    bool server_gone(Point now) const {
+        return !down_ && std::all_of(servers_.begin(), servers_.end(),
+                                     [now](const Server& it) { return it.breaker.gone(now); });
+    }
 
     bool ended(RequestId id, Response&& response, bool delivered, Point now) {
         return ended(id, response, delivered, now);
@@ -262,25 +270,26 @@ public:
         if (!deadlines_.empty()) at = deadlines_.begin()->first;
         if (!committing_.empty()) at = std::min(at, committing_.front().first);
         if (down_) return at;
-        const auto allowed = breaker_.allowed(limiter_.limit(), now);
         const bool may_wait = waiting_ > 0 || !suspects_.empty();
-        if (breaker_.open() && (may_wait || !delayed_.empty()) && breaker_.wake() > now)
-            at = std::min(at, breaker_.wake());
-        if (running_ < allowed) {
-            if (!delayed_.empty())
-                at = std::min(at, std::max(delayed_.begin()->first, paused_until_));
-            if (may_wait) {
-                if (paused_until_ > now) at = std::min(at, paused_until_);
-                at = std::min(at, held_until_);
-            }
+        Point opens = Point::max(); // the first one that has a place
+        for (const auto& it : servers_) {
+            const auto& breaker = it.breaker;
+            if (breaker.open() && (may_wait || !delayed_.empty()) && breaker.wake() > now)
+                at = std::min(at, breaker.wake());
+            if (it.running >= allowed(it, now)) continue;
+            opens = std::min(opens, it.paused_until);
+            if (may_wait && it.paused_until > now) at = std::min(at, it.paused_until);
         }
+        if (opens == Point::max()) return at;
+        if (!delayed_.empty()) at = std::min(at, std::max(delayed_.begin()->first, opens));
+        if (may_wait) at = std::min(at, held_until_);
         return at;
     }
 
     SchedulerStats stats(Point now) {
         account(now);
         stats_.in_flight = running_;
-        stats_.limit = limiter_.limit();
+        stats_.limit = limit();
         stats_.prefill_rate = rates_.prefill();
         stats_.decode_rate = rates_.decode();
         stats_.pieces = rates_.pieces();
@@ -300,6 +309,7 @@ private:
         double cold_share = 1; // of its prompt
         Rates::Burst burst = 0;
         bool has_text = false;
+        unsigned server = 0; // that it runs on
         bool lost = false;   // the server has died under the attempt that runs
         bool alone = false;  // nothing else may run meanwhile
         unsigned deaths = 0; // of the server while this ran, and no answer since
@@ -307,25 +317,65 @@ private:
         Point deadline = Point::max();
     };
 
+    struct Server {
+        explicit Server(const SchedulerOptions& of)
+            : limiter({of.max_in_flight, of.most_in_flight, of.repack}), breaker(of.breaker) {}
+
+        Limiter limiter;
+        Breaker breaker;
+        unsigned running = 0, with_text = 0; // with_text: of those
+        bool refilling = true;
+        Point paused_until{};
+        unsigned refusals = 0; // for its load, with no answer between
+    };
+
+    static unsigned allowed(const Server& it, Point now) {
+        return it.breaker.allowed(it.limiter.limit(), now);
+    }
+
+    unsigned limit() const {
+        unsigned sum = 0;
+        for (const auto& it : servers_) sum += it.limiter.limit();
+        return sum;
+    }
+
+    // A request that could not be sent waits for a server to come back.
+    bool worth_waiting(Point now) const {
+        return std::any_of(servers_.begin(), servers_.end(),
+                           [now](const Server& it) { return it.breaker.waits(now); });
+    }
+
+    // Why it gets no request now; empty: it may.
+    std::string_view shut(const Server& it, Point now) const {
+        if (now < it.paused_until) return "pause";
+        const auto most = allowed(it, now);
+        if (it.running >= most) return "limit";
+        if (it.running == 0 || !suspects_.empty() || alone_) return {};
+        // Nearly all places are taken: wait until several are free, and fill them together.
+        if (!it.refilling && most - it.running < std::min<std::size_t>(options_.refill, waiting_))
+            return "refill";
+        return {};
+    }
+
     std::optional<Pick> choose(Point now) {
         release(now);
         held_until_ = Point::max();
-        const auto allowed = breaker_.allowed(limiter_.limit(), now);
         const auto closed = [this](std::string_view gate) {
             gate_ = gate;
             return std::optional<Pick>();
         };
         if (down_) return closed("server");
-        if (now < paused_until_) return closed("pause");
-        if (running_ >= allowed) return closed("limit");
+        std::string_view gate;
+        bool open = false;
+        for (std::size_t i = 0; i < servers_.size(); ++i) {
+            const auto why = shut(servers_[i], now);
+            open |= why.empty();
+            if (gate.empty()) gate = why;
+            if (servers_.size() > 1) planner_.admit(unsigned(i), why.empty());
+        }
+        if (!open) return closed(gate);
         if (!suspects_.empty()) return running_ == 0 ? next_suspect(now) : closed("suspects");
         if (waiting_ == 0 || alone_) return closed("suspects");
-        if (running_ > 0) {
-            // Nearly all places are taken: wait until several are free, and fill them together.
-            const auto free = allowed - running_;
-            if (!refilling_ && free < std::min<std::size_t>(options_.refill, waiting_))
-                return closed("refill");
-        }
         auto pick = planner_.next(now);
         if (!pick) {
             held_until_ = planner_.wake();
@@ -333,7 +383,8 @@ private:
         }
         --waiting_;
         run(*pick, now);
-        refilling_ = running_ < allowed;
+        auto& server = servers_[items_.at(pick->id).server];
+        server.refilling = server.running < allowed(server, now);
         return pick;
     }
 
@@ -343,6 +394,8 @@ private:
         stats_.most_in_flight = std::max(stats_.most_in_flight, running_);
         Item& item = items_.at(pick.id);
         item.state = State::running;
+        item.server = std::min(pick.server, unsigned(servers_.size() - 1));
+        ++servers_[item.server].running;
         const auto cold = pick.prompt_bytes - pick.expected_bytes.value_or(0);
         item.cold_share = pick.prompt_bytes > 0 ? double(cold) / double(pick.prompt_bytes) : 0;
         item.burst = rates_.sent(now);
@@ -420,9 +473,8 @@ private:
     PrefixPlanner& planner_;
     SchedulerOptions options_;
     RetryTable retry_;
-    Breaker breaker_;
     StopRule stop_;
-    Limiter limiter_;
+    std::vector<Server> servers_;
     Rates rates_;
     std::string_view gate_; // why next() has named none
     Reason stop_reason_;
@@ -431,12 +483,9 @@ private:
     std::deque<std::pair<Point, RequestId>> committing_;
     std::deque<RequestId> suspects_; // run one at a time, before all others
     bool down_ = false, alone_ = false;
-    unsigned with_text_ = 0;  // of those that run
     std::size_t waiting_ = 0; // in the planner
     unsigned running_ = 0;
-    bool refilling_ = true;
-    Point paused_until_{}, since_{};
-    unsigned refusals_ = 0;           // for its load, with no answer between
+    Point since_{};
     Point held_until_ = Point::max(); // by the planner, when it was last asked
     SchedulerStats stats_;
 };

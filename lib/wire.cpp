@@ -290,6 +290,8 @@ std::optional<std::string> check_endpoint(std::string_view endpoint) {
 Prompt read_prompt(const Request& request, const BackendRow& row) {
     Prompt parts;
     parts.domain = request.endpoint;
+    parts.session = request.session;
+    parts.turn = request.turn;
     const auto list = members(request.body);
     if (const auto model = member(list, "model")) parts.domain.append(*model);
     for (const auto key : {"max_tokens", "max_completion_tokens"})

@@ -100,6 +100,21 @@ class Shards(WithServers):
             self.assertEqual(len({question[0] for question in self.asked_of()}), 1)
             self.forget()
 
+    def test_no_conversation_is_cut(self):
+        _, url = self.server()
+        rows = [json.loads(line(f"{n}-{turn}", f"{n} " + "words " * 50 + f"turn {turn}"))
+                | {"evalrt": {"session": f"s{n}", "turn": turn}} for turn in range(5) for n in range(4)]
+        suite = self.suite(*map(json.dumps, rows))
+        found = []
+        for i in range(3):  # 20 requests: equal parts would cut two conversations
+            code, _, err = self.ask(url, suite, "-o", "o.{shard}", "--shard", f"{i}/3")
+            self.assertEqual(code, 0, err)
+            of = [question[0] for question in self.asked_of()]
+            self.assertTrue(all(of.count(n) == 5 for n in of), of)
+            found += of
+            self.forget()
+        self.assertEqual(sorted(found), sorted("0123" * 5))
+
     def test_a_killed_shard_is_run_again_and_nothing_is_lost_or_asked_twice(self):
         _, url = self.server(answers=10, then="go")
         suite = self.groups(60)

@@ -186,10 +186,7 @@ RunResult run(const Suite& suite, const EngineConfig& config, const BackendRow& 
     std::priority_queue<Arrival, std::vector<Arrival>, std::greater<>> arrivals;
     std::size_t root = 0, open = 0;
     const auto submit = [&](std::size_t i) {
-        auto prompt = detail::read_prompt(turns[i].request, row);
-        prompt.session = turns[i].request.session;
-        prompt.turn = turns[i].request.turn;
-        core.submit(i + 1, std::move(prompt), Point::max());
+        core.submit(i + 1, detail::read_prompt(turns[i].request, row), Point::max());
     };
     const auto more_roots = [&] {
         for (; root < turns.size(); ++root) {

@@ -164,8 +164,17 @@ const std::array profiles{
         .release = Release::at_once,
         .remark = "more only with OLLAMA_NUM_PARALLEL, which it does not tell",
     },
-    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more.
-    // Which
+    // sglang-router 0.3.2 over other servers: what is said of those is theirs. It reads a body and
+    // writes it anew, so that a member that it does not know is lost, and asks up to five times for
+    // what failed. Its policy "manual" goes by the header.
+    BackendRow{
+        .name = "sglang-router",
+        .routing_key = true,
+        .ignored = {"cache_prompt", "id_slot"},
+        .backlog = 1024, // axum's
+        .remark = "the row of its servers, for all of them; several are filled side by side",
+    },
+    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more. Which
     // of its machines answers depends on the first 256 tokens or so and on the prompt_cache_key.
     BackendRow{
         .name = "openai",

@@ -207,8 +207,8 @@ struct HttpBackend::Impl : std::enable_shared_from_this<Impl> {
         return out;
     }
 
-    std::string head(std::string_view endpoint, std::string_view method,
-                     std::size_t body_size) const {
+    std::string head(std::string_view endpoint, std::string_view method, std::size_t body_size,
+                     std::string_view routing_key) const {
         std::string_view base = url.base;
         if (base.ends_with("/v1"))
             base.remove_suffix(3); // the endpoint has it, or is beside it, as /health
@@ -222,6 +222,8 @@ struct HttpBackend::Impl : std::enable_shared_from_this<Impl> {
             out.append("Content-Type: application/json\r\nContent-Length: ")
                 .append(std::to_string(body_size))
                 .append("\r\n");
+        if (!routing_key.empty())
+            out.append("X-SMG-Routing-Key: ").append(routing_key).append("\r\n");
         return out += "\r\n";
     }
 
@@ -443,8 +445,9 @@ private:
             watched_ = true;
             for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
         }
+        const auto key = as_it_is() ? "" : detail::routing_key(request_, impl_->row);
         const auto head = impl_->head(route_.endpoint, request_.plain ? request_.method : "",
-                                      prepared.body.size());
+                                      prepared.body.size(), key);
         if (prepared.body.parts() >= Buffers::most) prepared.body = Patched(prepared.body.text());
         for (bool first = true, again = true; std::exchange(again, false); first = false) {
             const bool kept = first && take_idle();

@@ -293,7 +293,7 @@ BackendRow corrected(BackendRow row, const ProbeResult& result, std::vector<std:
         notes.push_back(std::string(what));
     };
     // Of a server with slots no prefix is anybody's but the slot's.
-    if (result.release && row.name != "llama-server") {
+    if (result.release && row.release != Release::slot) {
         changed(row.release, *result.release, "measured: when a prefix shows to others");
         if (*result.release == Release::done)
             row.commit_delay = std::max(row.commit_delay, result.commit_delay);

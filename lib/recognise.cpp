@@ -8,6 +8,7 @@
 #include <array>
 #include <cctype>
 #include <charconv>
+#include <stdexcept>
 
 namespace evalrt::detail {
 namespace {
@@ -87,7 +88,11 @@ bool owned_by(const Seen&, const json::value& body) {
     return owner(body) == name.value;
 }
 
-// In this order, so that the commonest server is known after one question, and nobody is asked
+constexpr std::string_view router = "sglang-router";
+
+bool is_router(const Seen&, const json::value& body) { return bool(number(body, "total_workers")); }
+
+// In this order, so that the commonest server is known after two questions, and nobody is asked
 // for /health who could be SGLang, which generates a token to answer.
 constexpr std::array signs{
     Sign{"/v1/models", "vllm", owned_by<"vllm">, "its models are owned_by \"vllm\""},
@@ -99,6 +104,7 @@ constexpr std::array signs{
          "its models are owned_by \"organization_owner\""},
     Sign{"/v1/models", "omlx", owned_by<"omlx">, "its models are owned_by \"omlx\""},
     Sign{"/v1/models", "tinygpt", owned_by<"tinygpt">, "its models are owned_by \"tinygpt\""},
+    Sign{"/readiness", router, is_router, "/readiness tells of its servers"},
     Sign{"/props", "llama-server",
          [](const Seen&, const json::value& body) { return bool(number(body, "total_slots")); },
          "/props tells total_slots"},
@@ -157,10 +163,11 @@ struct Detail {
     std::string_view profile, path;
 };
 constexpr std::array more{
-    Detail{"vllm", "/version"},        Detail{"sglang", "/get_server_info"},
-    Detail{"llama-server", "/props"},  Detail{"lm-studio", "/api/v1/models"},
-    Detail{"ollama", "/api/version"},  Detail{"omlx", "/api/status"},
-    Detail{"tinygpt", "/api/version"}, Detail{"vllm", "/metrics"},
+    Detail{"vllm", "/version"},         Detail{"sglang", "/get_server_info"},
+    Detail{"llama-server", "/props"},   Detail{"lm-studio", "/api/v1/models"},
+    Detail{"ollama", "/api/version"},   Detail{"omlx", "/api/status"},
+    Detail{"tinygpt", "/api/version"},  Detail{"vllm", "/metrics"},
+    Detail{router, "/workers"},         Detail{router, "/get_server_info"},
 };
 
 // Hosted services, by the end of the host's name: nothing there is worth a question.
@@ -188,6 +195,28 @@ constexpr std::array hosts{
     Host{"amazonaws.com", "cloud"},
 };
 
+std::string lower(std::string text) {
+    for (char& c : text) c = char(std::tolower(static_cast<unsigned char>(c)));
+    return text;
+}
+
+// The first of a router's servers that is on the router's own host: others are not asked, as nobody
+// has named them, and "127.0.0.1" means another machine there.
+std::string worker_of(const json::value& body, const std::string& host) {
+    const auto loopback = [](const std::string& it) {
+        return it == "127.0.0.1" || it == "localhost" || it == "::1";
+    };
+    const auto* workers = find(body, "workers");
+    for (const auto& worker : workers && workers->is_array() ? workers->get_array() : json::array())
+        try {
+            auto url = text(worker, "url");
+            const auto at = lower(parse_url(url).host);
+            if (at == host || (loopback(at) && loopback(host))) return url;
+        } catch (const std::invalid_argument&) { // "grpc://..."
+        }
+    return {};
+}
+
 std::string visible(std::string text) { // it comes from a stranger and goes to a terminal
     text.resize(std::min<std::size_t>(text.size(), 60));
     for (char& c : text)
@@ -197,12 +226,29 @@ std::string visible(std::string text) { // it comes from a stranger and goes to 
 
 } // namespace
 
+static std::string servers_of(const Recognition& it) {
+    return fmt::format("{} server{}", it.workers, it.workers == 1 ? "" : "s");
+}
+
+Recognition with_worker(Recognition found, const Recognition& worker) {
+    if (worker.profile.empty() || worker.profile == router) return found;
+    found.behind = worker.profile;
+    found.version = worker.version;
+    found.block = worker.block;
+    found.cache_tokens = worker.cache_tokens;
+    found.reason = fmt::format("/readiness tells of {}; {}, as {}", servers_of(found),
+                               worker.profile, worker.reason);
+    if (!worker.in_flight) return found;
+    found.in_flight = worker.in_flight;
+    found.in_flight_reason = fmt::format("{}, for {}", worker.in_flight_reason, servers_of(found));
+    return found;
+}
+
 Recogniser::Recogniser(const Url& url, std::string model) : model_(std::move(model)) {
-    std::string host = url.host;
-    for (char& c : host) c = char(std::tolower(static_cast<unsigned char>(c)));
+    host_ = lower(url.host);
     for (const auto& it : hosts)
-        if (host == it.end ||
-            (host.ends_with(it.end) && host[host.size() - it.end.size() - 1] == '.')) {
+        if (host_ == it.end ||
+            (host_.ends_with(it.end) && host_[host_.size() - it.end.size() - 1] == '.')) {
             result_.profile = it.profile;
             result_.reason = "by its host name";
             given_up_ = true;
@@ -217,6 +263,8 @@ std::optional<std::string> Recogniser::next() const {
         for (const auto& sign : signs)
             if (!asked_.count(sign.path)) return std::string(sign.path);
     } else {
+        // A router hands the question for models on to one of its servers.
+        if (asked_.size() == 1 && asked_.count("/v1/models")) return "/readiness";
         for (const auto& it : more)
             if (it.profile == result_.profile && !asked_.count(it.path))
                 return std::string(it.path);
@@ -234,6 +282,15 @@ void Recogniser::answered(const Seen& seen) {
     }
     if (seen.status / 100 != 2) return;
     const auto body = parse(seen.body);
+    if (seen.path == "/readiness" && is_router(seen, body)) {
+        result_.behind = std::exchange(result_.profile, router);
+        result_.workers = number(body, "total_workers").value_or(1);
+        result_.in_flight_reason = "for " + servers_of(result_);
+        result_.reason =
+            fmt::format("/readiness tells of {}; {}", servers_of(result_),
+                        result_.behind.empty() ? "what they are does not show"
+                                               : result_.behind + ", as " + result_.reason);
+    }
     if (result_.profile.empty())
         for (const auto& sign : signs)
             if (sign.path == seen.path && sign.matches(seen, body)) {
@@ -256,6 +313,10 @@ void Recogniser::details(const Seen& seen) {
     if (profile == "llama-server" && seen.path == "/props") {
         tell(number(body, "total_slots"), "its total_slots");
         version = text(body, "build_info");
+    } else if (profile == router && seen.path == "/workers") {
+        result_.worker = worker_of(body, host_);
+    } else if (profile == router && seen.path == "/get_server_info") {
+        result_.in_flight = number(body, "max_running_requests"); // of one of them
     } else if (profile == "sglang" && seen.path == "/get_server_info") {
         tell(number(body, "max_running_requests"), "its max_running_requests");
         version = text(body, "version");
@@ -285,7 +346,34 @@ void Recogniser::details(const Seen& seen) {
     if (!version.empty()) result_.version = visible(std::move(version));
 }
 
+namespace {
+
+BackendRow of_router(const BackendRow& row, const Recognition& recognition) {
+    auto one = recognition;
+    one.profile = std::exchange(one.behind, {});
+    auto it = with_profile(row, one);
+    const auto& profile = *find_profile_row(router);
+    it.name = profile.name;
+    it.messages_endpoint = false;
+    it.routing_key = true;
+    it.ignored.insert(it.ignored.end(), profile.ignored.begin(), profile.ignored.end());
+    it.keep_alive = true;
+    it.backlog = profile.backlog;
+    it.accept_interval = {};
+    it.remark = profile.remark;
+    it.workers = recognition.workers;
+    // How many slots its servers have may not be known.
+    if (it.release == Release::slot && !recognition.in_flight) it.most_in_flight = 4 * it.in_flight;
+    it.in_flight *= it.workers;
+    it.most_in_flight *= it.workers;
+    it.repack *= double(it.workers) * it.workers; // under a root
+    return it;
+}
+
+} // namespace
+
 BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
+    if (recognition.profile == router) return of_router(row, recognition);
     const auto* profile = find_profile_row(recognition.profile);
     if (!profile) return row;
     BackendRow it = row.wire == profile->wire ? *profile : row;

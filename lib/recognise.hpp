@@ -27,9 +27,12 @@ struct Seen {
 
 struct Recognition {
     std::string profile;               ///< a profile's or row's name; empty: not recognised
+    std::string behind;                ///< a router: the profile of its servers, as far as known
+    unsigned workers = 1;              ///< a router: how many they are
+    std::string worker;                ///< a router: where one of them is, if on the same host
     std::string reason;                ///< in words
     std::string version;               ///< empty: it does not tell
-    std::optional<unsigned> in_flight; ///< requests at once, as the server tells
+    std::optional<unsigned> in_flight; ///< requests at once, as the server (each of them) tells
     std::string in_flight_reason;
     std::optional<unsigned> block;            ///< tokens that its cache has together
     std::optional<std::int64_t> cache_tokens; ///< that its cache holds
@@ -51,11 +54,14 @@ public:
 private:
     void details(const Seen& seen);
 
-    std::string model_;
+    std::string model_, host_;
     Recognition result_;
     std::set<std::string, std::less<>> asked_;
     bool given_up_ = false;
 };
+
+/// What is known of a router, with what one of its servers says of itself.
+Recognition with_worker(Recognition router, const Recognition& worker);
 
 /// Asks the server. Nothing that goes wrong here is an error: an unknown server is one, too.
 /// `failed`: why it cannot be reached at all.

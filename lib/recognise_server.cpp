@@ -13,9 +13,10 @@
 
 namespace evalrt {
 namespace detail {
+namespace {
 
-asio::awaitable<Recognition> recognise(asio::any_io_executor executor, HttpOptions options,
-                                       asio::cancellation_signal& cancel, Failure& failed) {
+asio::awaitable<Recognition> ask(asio::any_io_executor executor, HttpOptions options,
+                                 asio::cancellation_signal& cancel, Failure& failed) {
     Recogniser recogniser(parse_url(options.url), options.model);
     if (!recogniser.next()) co_return recogniser.result();
     options.limits = {};
@@ -40,6 +41,20 @@ asio::awaitable<Recognition> recognise(asio::any_io_executor executor, HttpOptio
         recogniser.answered(seen);
     }
     co_return recogniser.result();
+}
+
+} // namespace
+
+asio::awaitable<Recognition> recognise(asio::any_io_executor executor, HttpOptions options,
+                                       asio::cancellation_signal& cancel, Failure& failed) {
+    auto found = co_await ask(executor, options, cancel, failed);
+    if (failed || found.worker.empty()) co_return found;
+    options.url = found.worker;
+    options.api_key.clear(); // which is the router's
+    Failure away;
+    const auto worker = co_await ask(executor, options, cancel, away);
+    if (away.code == asio::error::operation_aborted) failed = away;
+    co_return with_worker(std::move(found), worker);
 }
 
 } // namespace detail

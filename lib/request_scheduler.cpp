@@ -90,7 +90,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         const auto deadline = item.request.deadline.count() > 0 ? now + item.request.deadline
                                                                 : Clock::time_point::max();
         auto prompt = detail::read_prompt(item.request, row);
-        if (row.cache_marks || row.cache_key) {
+        if (row.cache_marks || row.cache_key || row.routing_key) {
             item.domain = prompt.domain;
             item.ends = detail::prefix_ends(item.request.body);
             shared.add(item.domain, item.ends);

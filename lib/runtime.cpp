@@ -324,7 +324,12 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     void make_scheduler() {
         auto planning = planner_options(row);
         planning.in_order = options.order == Order::fifo;
-        const auto one = [planning]() -> std::unique_ptr<PrefixPlanner> {
+        // Which of a router's servers gets a request is the router's affair. As it goes by what
+        // they have got before, what is sent at one time must not all share one prefix.
+        const auto one = [planning, count = row.workers]() -> std::unique_ptr<PrefixPlanner> {
+            if (count > 1)
+                return std::make_unique<detail::ReplicaPlanner>(
+                    count, detail::ReplicaPlanner::Options{planning});
             return std::make_unique<RadixPlanner>(planning);
         };
         const bool mixes = row.processors_mix && !row.drop_seed_at_zero;

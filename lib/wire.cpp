@@ -28,6 +28,17 @@ bool contains_nocase(std::string_view text, std::string_view word) {
 
 } // namespace
 
+std::string routing_key(const Request& request, const BackendRow& row) {
+    if (!row.routing_key) return {};
+    if (!request.session.empty())
+        return fmt::format("evalrt-{:016x}", std::hash<std::string_view>()(request.session));
+    if (request.shared_bytes < row.shared_tokens * std::size_t(4)) return {};
+    for (const auto& end : prefix_ends(request.body))
+        if (end.bytes == request.shared_bytes)
+            return fmt::format("evalrt-{:016x}-{}", end.hash, request.server);
+    return {};
+}
+
 std::string_view string_of(simdjson::simdjson_result<dom::element> value) {
     std::string_view text;
     return value.get(text) ? std::string_view() : text;

@@ -89,6 +89,10 @@ Prepared prepare(const Request& request, const BackendRow& row, const Route& rou
 /// Reads the answer in the words in which it comes, and puts it into those of the request.
 std::unique_ptr<AnswerReader> make_reader(const Route& route, const BackendRow& row);
 
+/// Names what of a request has to come to the same server: its conversation, or the prefix that it
+/// shares with others (and, where several servers share those, which part). Empty: nothing.
+std::string routing_key(const Request& request, const BackendRow& row);
+
 /// Where a mark for Anthropic's cache may stand: the end of a block (a tool, a part of the system
 /// prompt or of a message).
 struct PrefixEnd {

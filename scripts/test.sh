@@ -150,6 +150,17 @@ if wanted real; then
     setup_llama
     python3 "$ROOT/tests/real/llama_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
         --python "$LLAMA_PYTHON" || failed+=("real: llama_server")
+    if [ $full = yes ]; then
+        if folder=$(make_venv_for router "$ROOT/tests/real/router.py"); then
+            say "real: sglang-router over two of llama.cpp's servers"
+            "$folder/bin/python" "$ROOT/tests/real/router.py" --evalrt "$(build_dir release)/bin/evalrt" \
+                --llama "$LLAMA_PYTHON" || failed+=("real: router")
+        else
+            skip "real: router" "the package sglang-router cannot be installed"
+        fi
+    else
+        skip "real: router" "it takes a minute; full runs it"
+    fi
     if [ "${EVALRT_TEST_VLLM:-}" = 1 ]; then
         say "real: vLLM on the CPU"
         setup_vllm

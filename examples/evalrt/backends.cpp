@@ -53,6 +53,7 @@ std::string care(const BackendRow& row) {
     add(row.max_tokens_only, "max_tokens");
     add(row.text_only, "text only");
     add(row.cache_marks, "cache marks");
+    add(row.routing_key, "routing key");
     add(!row.processors_mix, "no mix of penalties");
     add(row.default_temperature.has_value(),
         fmt::format("T={:g} by itself", row.default_temperature.value_or(0)));
@@ -89,6 +90,8 @@ json::object as_json(const BackendRow& row) {
                      {"messages_endpoint", row.messages_endpoint || row.wire == Wire::anthropic},
                      {"input_is_total", row.input_is_total},
                      {"cache_marks", row.cache_marks},
+                     {"routing_key", row.routing_key},
+                     {"workers", row.workers},
                      {"command", json::array(row.command.begin(), row.command.end())},
                      {"in_flight", row.in_flight},
                      {"most_in_flight", std::max(row.in_flight, row.most_in_flight)},

@@ -31,6 +31,10 @@ struct BackendRow {
 
     bool cache_key =
         false; ///< "prompt_cache_key" sends what shares a prefix to one machine (OpenAI)
+    bool routing_key = false; ///< x-smg-routing-key sends a conversation, and what shares a prefix,
+                              ///< to one of its servers (SGLang's router)
+    unsigned workers = 1; ///< servers behind its address. in_flight, most_in_flight and repack are
+                          ///< for all of them, what is said of a cache is of each
 
     /// Starts it: argv in which {model}, {port}, {context}, {model_dir} and {model_id} (the folder
     /// that the model's folder is in, and its name) and {folder} (a private one, made for the

@@ -209,7 +209,7 @@ class Recognised(Case):
     def serve(self, answers, hang=(), together=1):
         """Once asked for one token, it answers nobody until so many ask `together`."""
         test = self
-        self.gets, self.bodies, self.most = [], [], 0
+        self.gets, self.bodies, self.keys, self.most = [], [], {}, 0
         running, changed, stop = [0], threading.Condition(), threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
@@ -236,6 +236,7 @@ class Recognised(Case):
                     running[0] += 1
                     test.most = max(test.most, running[0])
                     test.bodies.append(body)
+                    test.keys[body["messages"][-1]["content"]] = self.headers["X-SMG-Routing-Key"]
                     changed.notify_all()
                     if body.get("max_tokens") != 1:
                         changed.wait_for(lambda: test.most >= together, 60)
@@ -385,6 +386,58 @@ class Recognised(Case):
         told = json.loads(out)
         self.assertEqual((told["server"], told["version"], told["row"]["in_flight"]),
                          ("vllm", "0.11.0", 64))
+
+    def router(self, workers=2):
+        """As sglang-router 0.3.2 answers; its servers have three slots each."""
+        server = self.serve({"/v1/models": self.models("llamacpp"), "/props": {"total_slots": 3}})
+        return self.serve({
+            "/v1/models": self.models("local"),
+            "/readiness": {"status": "ready", "healthy_workers": workers, "total_workers": workers},
+            "/workers": {"workers": [{"url": "grpc://nowhere:1"}, {"url": server.removesuffix("/v1")}]}})
+
+    def test_a_router_is_asked_about(self):
+        code, out, err = self.run_program("backends", "--probe", self.router())
+        self.assertEqual((code, err), (0, ""))
+        self.assertIn('sglang-router (/readiness tells of 2 servers; llama-server, as its models are '
+                      'owned_by "llamacpp")', out)
+        self.assertIn("requests at once: 6, its total_slots, for 2 servers", out)
+        code, out, _ = self.run_program("backends", "--probe", self.router(3), "--json")
+        row = json.loads(out)["row"]
+        self.assertEqual((row["name"], row["workers"], row["routing_key"], row["in_flight"]),
+                         ("sglang-router", 3, True, 9))
+
+    def test_a_router_is_told_what_belongs_together(self):
+        url = self.router()
+        lines = []
+        for group in range(4):
+            system = f"You know all about {group}. " * 20
+            lines += [line(f"{group}-{i}", f"question {i} of {group}", system=system, temperature=0)
+                      for i in range(5)]
+        talk = [json.loads(line(f"talk-{n}-{turn}", f"turn {turn} of {n}", temperature=0))
+                | {"evalrt": {"session": f"of Jane {n}", "turn": turn}} for n in (0, 1) for turn in (0, 1)]
+        alone = line("alone", "something of its own", temperature=0)
+        rows, err = self.run_lines([*lines, *map(json.dumps, talk), alone], "--backend", "openai-url",
+                                   "--url", url, "--max-in-flight", "2")
+        self.assertIn("the server is sglang-router (/readiness tells of 2 servers", err)
+        self.assertEqual(len(rows), 25)
+        keys = [{self.keys[f"question {i} of {group}"] for i in range(5)} for group in range(4)]
+        for of in keys:  # one, or two where the group is in both parts of the run
+            self.assertNotIn(None, of)
+            self.assertLessEqual(len({key.rpartition("-")[0] for key in of}), 1)
+        self.assertEqual(len({key.rpartition("-")[0] for of in keys for key in of}), 4)
+        for n in (0, 1):
+            self.assertEqual(len({self.keys[f"turn {turn} of {n}"] for turn in (0, 1)}), 1)
+        self.assertNotEqual(self.keys["turn 0 of 0"], self.keys["turn 0 of 1"])
+        self.assertNotIn("Jane", self.keys["turn 0 of 0"])
+        self.assertIsNone(self.keys["something of its own"])
+        # What is under way at one time is not of one group only.
+        asked = [body["messages"][-1]["content"].split()[-1] for body in self.bodies
+                 if "question" in body["messages"][-1]["content"]]
+        self.assertNotEqual(asked[0], asked[1])
+        # Nobody else is told.
+        url = self.serve({"/v1/models": self.models("llamacpp"), "/props": {"total_slots": 4}})
+        self.run_lines(lines, "--backend", "openai-url", "--url", url)
+        self.assertEqual(set(self.keys.values()), {None})
 
     def test_what_cannot_be_asked_about_says_why(self):
         code, out, err = self.run_program("backends", "--probe", "http://127.0.0.1:1/v1")

@@ -3,10 +3,12 @@
 
     llama_server.py PORT SLOTS CONTEXT_OF_A_SLOT [MB]
 
-MB: of its cache in the host's memory, beside the slots. Runs until it is killed.
+MB: of its cache in the host's memory, beside the slots. LLAMA_THREADS in its environment sets how many
+it has. Runs until it is killed.
 """
 
 import importlib.util
+import os
 import signal
 import sys
 
@@ -22,6 +24,8 @@ params.n_parallel = slots
 params.n_ctx = slots * context
 if cache:
     params.cache_ram_mib = cache[0]
+if threads := int(os.environ.get("LLAMA_THREADS", 0)):
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
 signal.pause()

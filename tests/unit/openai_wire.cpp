@@ -1251,6 +1251,39 @@ TEST_CASE("where a prefix is shared, OpenAI is told by a key of its own") {
           std::string::npos);
 }
 
+TEST_CASE("a router is told what has to come to one server") {
+    BackendRow row;
+    const auto body = [](char word, std::string_view question) {
+        return fmt::format(R"({{"messages":[{{"role":"system","content":"{}"}},)"
+                           R"({{"role":"user","content":"{}"}}]}})",
+                           std::string(500, word), question);
+    };
+    const auto key = [&](const std::string& text, bool shared = true, unsigned server = 0,
+                         std::string session = {}) {
+        auto request = request_of(text);
+        if (shared) request.shared_bytes = prefix_ends(text).at(0).bytes;
+        request.server = server;
+        request.session = std::move(session);
+        return routing_key(request, row);
+    };
+    CHECK(key(body('a', "one")).empty());
+    row.routing_key = true;
+    const auto first = key(body('a', "one"));
+    CHECK(first.starts_with("evalrt-"));
+    CHECK(key(body('a', "two")) == first);
+    CHECK(key(body('b', "one")) != first);
+    CHECK(key(body('a', "one"), true, 1) != first); // another part of what shares it
+    CHECK(key(body('a', "one"), false).empty());
+    // A conversation keeps its key whatever it shares, and its name is nobody's affair.
+    const auto talk = key(body('a', "one"), true, 0, "Jane Doe\r\nx: y");
+    CHECK(talk.starts_with("evalrt-"));
+    CHECK(talk.find_first_not_of("evalrt-0123456789abcdef") == std::string::npos);
+    CHECK(key(body('b', "two"), false, 2, "Jane Doe\r\nx: y") == talk);
+    CHECK(key(body('a', "one"), true, 0, "other") != talk);
+    row.shared_tokens = 1024; // not worth it
+    CHECK(key(body('a', "one")).empty());
+}
+
 TEST_CASE("random bodies keep every member that the row does not fix") {
     // Laws for all rows: it stays an object; unknown members stay as written, in their order.
     for (const auto& row : backend_rows())

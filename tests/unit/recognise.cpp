@@ -119,6 +119,118 @@ TEST_CASE("vLLM's blocks and the size of its cache are those that it tells") {
               .cache_tokens == 0);
 }
 
+TEST_CASE("a router is recognised though its servers answer for it") {
+    const std::string ready = R"({"status":"ready","healthy_workers":2,"total_workers":2})";
+    const auto over = [&](Answers answers) {
+        answers.emplace("/readiness", ready);
+        return ask(answers);
+    };
+    const auto llama = over({{"/v1/models", models("llamacpp")}});
+    CHECK(llama.asked ==
+          std::vector<std::string>{"/v1/models", "/readiness", "/workers", "/get_server_info"});
+    CHECK(llama.found.profile == "sglang-router");
+    CHECK(llama.found.behind == "llama-server");
+    CHECK(llama.found.workers == 2);
+    CHECK(llama.found.reason == "/readiness tells of 2 servers; llama-server, as its models are "
+                                "owned_by \"llamacpp\"");
+    CHECK(llama.found.in_flight_reason == "for 2 servers");
+    const auto sglang = over(
+        {{"/v1/models", models("sglang")}, {"/get_server_info", R"({"max_running_requests":12})"}});
+    CHECK(sglang.found.behind == "sglang");
+    CHECK(sglang.found.in_flight == 12);
+    const auto unknown = over({{"/v1/models", R"({"data":[{"id":"m"}]})"}});
+    CHECK(unknown.found.profile == "sglang-router");
+    CHECK(unknown.found.behind == "");
+    CHECK(unknown.found.worker == "");
+    // Others have a /readiness, too.
+    for (const char* other : {R"({"status":"ready"})", R"({"total_workers":0})", "OK", "[2]"}) {
+        CAPTURE(other);
+        const auto found = ask({{"/v1/models", models("vllm")}, {"/readiness", other}}).found;
+        CHECK(found.profile == "vllm");
+        CHECK(found.workers == 1);
+    }
+}
+
+TEST_CASE("one of a router's servers is asked what it is, if it is on the router's host") {
+    const auto worker = [&](std::string_view host, const std::string& urls) {
+        Recogniser recogniser(parse_url(fmt::format("http://{}:8000/v1", host)));
+        recogniser.answered(
+            {"/v1/models", 200, R"({"data":[{"id":"unknown","owned_by":"local"}]})"});
+        recogniser.answered({"/readiness", 200, R"({"healthy_workers":1,"total_workers":1})"});
+        recogniser.answered({"/workers", 200, urls});
+        return recogniser.result().worker;
+    };
+    const std::string here = R"({"workers":[{"url":"grpc://x"},{"url":"http://gpu-1:1"},)"
+                             R"({"url":"http://127.0.0.1:30000"}]})";
+    CHECK(worker("127.0.0.1", here) == "http://127.0.0.1:30000");
+    CHECK(worker("localhost", here) == "http://127.0.0.1:30000");
+    CHECK(worker("GPU-1", here) == "http://gpu-1:1");
+    CHECK(worker("gpu-2", here) == ""); // its 127.0.0.1 is not ours
+    for (const char* none : {"{}", R"({"workers":{}})", R"({"workers":[1,{"url":2}]})", "no"})
+        CHECK(worker("127.0.0.1", none) == "");
+
+    Recognition found;
+    found.profile = "sglang-router";
+    found.workers = 2;
+    found.in_flight_reason = "for 2 servers";
+    Recognition llama;
+    llama.profile = "llama-server";
+    llama.version = "b7";
+    llama.reason = "/props tells total_slots";
+    llama.in_flight = 3;
+    llama.in_flight_reason = "its total_slots";
+    llama.block = 32;
+    llama.cache_tokens = 5000;
+    const auto both = with_worker(found, llama);
+    CHECK(both.profile == "sglang-router");
+    CHECK(both.behind == "llama-server");
+    CHECK(both.version == "b7");
+    CHECK(both.reason ==
+          "/readiness tells of 2 servers; llama-server, as /props tells total_slots");
+    CHECK(both.in_flight_reason == "its total_slots, for 2 servers");
+    const auto row = with_profile(*find_backend_row("openai-url"), both);
+    CHECK(row.in_flight == 6);
+    CHECK(row.most_in_flight == 0); // its slots are known
+    CHECK(row.block_tokens == 32);
+    CHECK(row.cache_tokens == 5000); // of each
+    CHECK(with_worker(found, {}).behind == "");
+    CHECK(with_worker(found, found).behind == ""); // a router behind a router
+}
+
+TEST_CASE("a router's row is that of its servers, for all of them") {
+    Recognition found;
+    found.profile = "sglang-router";
+    found.workers = 3;
+    const auto row = [&](std::string behind, std::optional<unsigned> in_flight = {}) {
+        found.behind = std::move(behind);
+        found.in_flight = in_flight;
+        return with_profile(*find_backend_row("openai-url"), found);
+    };
+    const auto llama = row("llama-server");
+    CHECK(llama.name == "sglang-router");
+    CHECK(llama.workers == 3);
+    CHECK(llama.routing_key);
+    CHECK_FALSE(llama.messages_endpoint); // it has none, whatever they have
+    CHECK(llama.release == Release::slot);
+    CHECK(llama.default_temperature == 0.8);
+    CHECK(llama.in_flight == 12);
+    CHECK(llama.most_in_flight == 48);  // their slots are not known
+    CHECK(row("sglang").leaders == 16); // of each
+    CHECK(row("sglang", 10).in_flight == 30);
+    CHECK(row("sglang", 2048).in_flight == 192);
+    const auto mlx = row("mlx-server");
+    CHECK(mlx.drop_seed_at_zero);
+    CHECK(mlx.keep_alive); // the router's
+    CHECK(mlx.accept_interval.count() == 0);
+    CHECK(mlx.in_flight == 96);
+    CHECK(mlx.most_in_flight == 0);
+    CHECK(mlx.repack == 9 * find_backend_row("mlx-server")->repack); // under a root
+    CHECK(row("").in_flight == 48);
+    CHECK(row("").release == Release::first_text);
+    found.workers = 1;
+    CHECK(row("vllm").in_flight == 64);
+}
+
 TEST_CASE("LM Studio takes as many as the model that will be asked for") {
     const std::string body =
         R"({"models":[{"key":"idle","loaded_instances":[]},)"

@@ -16,6 +16,7 @@ benchmarks=(
     "engines-real|||bench_engines evalrt_program bench_bodies|engines_real"
     "journal|nginx-light|nginx|bench_journal|python3 $ROOT/tests/bench/journal.py --bin $bin"
     "planner|||bench_planner|python3 $ROOT/tests/bench/planner.py --bin $bin"
+    "replicas|||evalrt_program|replicas"
 )
 
 # The engines that the tests use, in a run of ten minutes.
@@ -24,6 +25,14 @@ engines_real() {
     setup_llama
     python3 "$ROOT/tests/bench/engines_real.py" --bin "$bin" --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" \
         --python "$ENGINE/bin/python" --llama "$LLAMA_PYTHON" --data "$BFCL_DATA"
+}
+
+# About three minutes.
+replicas() {
+    local folder
+    setup_llama
+    folder=$(make_venv_for router "$ROOT/tests/real/router.py") || return
+    python3 "$ROOT/tests/bench/replicas.py" --bin "$bin" --llama "$LLAMA_PYTHON" --router "$folder/bin/sglang-router"
 }
 
 names=()

@@ -303,7 +303,10 @@ int run(Options& options, const std::string& path, std::string out, bool skip_in
     if (!journal.path.empty())
         journal.suite =
             "run " + (path == "-" ? path : std::filesystem::absolute(path, none).string());
-    const bool journalled = !journal.path.empty() && std::filesystem::exists(journal.path, none);
+    // Answers are in the journal first: a run that was killed before it had made one, had none.
+    const bool journalled =
+        !journal.path.empty() && (std::filesystem::exists(journal.path, none) ||
+                                  std::filesystem::file_size(out + ".part", none) == 0);
     std::unique_ptr<batch::Output> output;
     if (auto error = batch::Output::open(out, input.items.size(), journalled, output);
         !error.empty())

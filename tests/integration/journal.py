@@ -194,6 +194,13 @@ class Resume(Base):
         self.assertEqual(self.asked(), ["sleep 0"])
         self.assertEqual([row["custom_id"] for row in self.out()], ["quick", "slow"])
 
+    def test_a_run_that_was_killed_before_it_had_a_journal(self):
+        suite = self.suite(line("a", "x"))
+        (self.dir / "o.part").touch()
+        code, _, err = self.run_suite(suite)
+        self.assertEqual(code, 0, err)
+        self.assertEqual(len(self.out()), 1)
+
     def test_a_later_run_is_served_at_temperature_0_only_unless_told_to(self):
         self.suite(line("a", "zero"), line("b", "warm", temperature=0.7))
         self.assertEqual(self.run_suite("suite.jsonl")[0], 0)

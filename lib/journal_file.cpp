@@ -299,6 +299,23 @@ void JournalFile::unlock() {
     lock_ = -1;
 }
 
+// SQLite goes on with files that were moved, deleted or cut short: what it writes would be lost.
+void JournalFile::check_place() {
+    const char* const path = ::sqlite3_db_filename(db_, "main");
+    Place now;
+    struct stat file = {}, log = {};
+    if (::stat(path, &file) == 0 && ::stat(::sqlite3_filename_wal(path), &log) == 0)
+        now = {{std::uint64_t(file.st_dev), file.st_ino, std::uint64_t(log.st_dev), log.st_ino}};
+    if (!place_) place_ = now;
+    if (now != *place_ || now == Place() || file.st_size < size_)
+        throw Trouble{
+            {JournalErrc::unwritable,
+             fmt::format("cannot write the journal {}: another program has moved, deleted "
+                         "or cut short the file or its -wal",
+                         path_)}};
+    size_ = file.st_size;
+}
+
 void JournalFile::execute(const char* sql) {
     const int code = ::sqlite3_exec(db_, sql, nullptr, nullptr, nullptr);
     if (code != SQLITE_OK) trouble(code, "write");
@@ -315,6 +332,7 @@ void JournalFile::connect(int flags, const std::string& uri) {
     if (code != SQLITE_OK) trouble(code, "open");
     ::sqlite3_extended_result_codes(db_, 1);
     ::sqlite3_busy_timeout(db_, 10000);
+    execute("PRAGMA mmap_size = 0"); // a mapped file that is cut short would end the program
 }
 
 // Whole or not at all: made beside its place, then moved there.
@@ -470,6 +488,7 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
             session_ = ::sqlite3_last_insert_rowid(db_);
         }
         execute("COMMIT");
+        check_place();
         run_ = run_id;
         read_index(options, run, run_id, out);
     });
@@ -545,6 +564,7 @@ Failure JournalFile::write(const std::vector<JournalRow>& rows,
         const auto at = unix_ms() - started_;
         for (const auto& it : outcomes) write_outcome(it, at);
         execute("COMMIT");
+        check_place();
     });
     if (failure && db_ && !::sqlite3_get_autocommit(db_))
         ::sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);

@@ -79,6 +79,7 @@ private:
     void write_outcome(const JournalOutcome& it, std::int64_t at);
     std::int64_t read_summary(JournalSummary& summary);
     std::vector<bool> retired(std::int64_t run);
+    void check_place();
     void execute(const char* sql);
     Statement& prepare(std::unique_ptr<Statement>& slot, const char* sql);
     void read_index(const JournalOptions& options, const JournalRun& run, std::int64_t run_id,
@@ -92,6 +93,12 @@ private:
     std::string path_;
     sqlite3* db_ = nullptr;
     int lock_ = -1;
+    struct Place { // the file and its log, by device and number
+        std::uint64_t of[4] = {};
+        bool operator==(const Place&) const = default;
+    };
+    std::optional<Place> place_;
+    std::int64_t size_ = 0;              // of the file
     std::int64_t run_ = 0, session_ = 0; // 0: not begun
     std::int64_t started_ = 0;           // of the session, ms since 1970
     std::string suite_, urls_;           // of the run, when shards are added

@@ -68,8 +68,9 @@ struct JournalRun {
 /// Commit     an answer reaches the caller after it is on the disk: groups are committed by a
 ///            thread of the journal's own, at once if nothing else is under way, otherwise after
 ///            at most group_age.
-/// Failure    when the file cannot be written any more, on_failure is called, and every request
-///            that has not completed, and each that comes later, completes as cancelled.
+/// Failure    when the file cannot be written any more, or is not found where it was, on_failure
+///            is called, and every request that has not completed, and each that comes later,
+///            completes as cancelled.
 /// Cancel     any type; a request whose answer is being committed completes with it.
 /// Threads    belongs to its executor.
 class Journal final : public Backend {

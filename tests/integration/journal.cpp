@@ -825,6 +825,69 @@ TEST_CASE("a journal that cannot be written ends what waits, once, and keeps wha
     CHECK(!after.get(question("d")).from_journal);
 }
 
+TEST_CASE("a journal that is taken away while it is in use ends the run, in words") {
+    Folder folder;
+    const auto path = folder / "j";
+    const auto ends = [&](const std::function<void()>& take_away) {
+        Session session(path);
+        REQUIRE(!session.code);
+        session.get(question("a"));
+        take_away();
+        CHECK(session.get(question("new")).outcome == Errc::cancelled);
+        REQUIRE(session.broken.size() == 1);
+        CHECK_THAT(session.broken[0], Catch::Contains(path) && Catch::Contains("moved, deleted"));
+    };
+    const auto away = folder / "away";
+    SECTION("moved") {
+        ends([&] { fs::rename(path, away); });
+        fs::rename(away, path);
+        CHECK(Session(path).get(question("a")).from_journal);
+    }
+    SECTION("another one in its place") {
+        ends([&] {
+            fs::rename(path, away);
+            spew(path, slurp(away));
+        });
+    }
+    SECTION("deleted") {
+        ends([&] { fs::remove(path); });
+    }
+    SECTION("its log deleted") {
+        ends([&] { fs::remove(path + "-wal"); });
+    }
+    SECTION("cut short") {
+        { Session(path).get(question("a")); }
+        ends([&] { fs::resize_file(path, 100); });
+    }
+}
+
+TEST_CASE("a caller whose handler throws takes no other one's answer with it") {
+    Folder folder;
+    Session session(folder / "j");
+    int done = 0;
+    for (int i = 0; i < 40; ++i)
+        session.journal->async_complete(question(std::to_string(i)), {},
+                                        [&, i](error_code, Response) {
+                                            ++done;
+                                            if (i % 10 == 0)
+                                                throw std::runtime_error("the caller's own");
+                                        });
+    int thrown = 0;
+    session.io.restart();
+    for (bool more = true; more;) {
+        more = false;
+        try {
+            session.io.run();
+        } catch (const std::runtime_error&) {
+            ++thrown;
+            more = true;
+        }
+    }
+    CHECK(done == 40);
+    CHECK(thrown == 4);
+    CHECK(!session.get(question("later")).outcome);
+}
+
 TEST_CASE("closing commits, and later requests are refused") {
     Folder folder;
     const auto path = folder / "j";

@@ -545,6 +545,32 @@ class Kills(Base):
         self.assertEqual(sorted(self.held()), sorted(f"q{i}" for i in range(self.COUNT)))
 
 
+    def test_the_file_that_is_mapped_is_cut_short(self):
+        """The worst that it can do is to end the program there and then."""
+        reference = self.undisturbed()
+        process = self.start("run", self.path, "-o", "o", *self.own(), "--journal", "j",
+                             "--max-in-flight", "4")
+        deadline = time.monotonic() + 30
+        while not self.answered_in("o.part") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.truncate(self.dir / "j-shm", 0)
+        _, err = process.communicate(timeout=60)
+        seen = self.answered_in("o.part") | self.answered_in("o")
+        self.assertGreater(len(seen), 0)
+        if process.returncode:
+            self.assertIn(process.returncode, (4, -signal.SIGBUS), err)
+        (self.dir / "j-shm").unlink(missing_ok=True)
+        held = self.held()
+        self.assertLessEqual(seen, set(held))
+        for pid in self.servers():
+            os.kill(pid, signal.SIGKILL)
+        self.asked()
+        code, _, err = self.run_suite(self.path)
+        self.assertEqual(code, 0, err)
+        self.assertEqual(len(self.asked()), self.COUNT - len(held))
+        self.assertEqual(self.without_times(), reference)
+
+
 @unittest.skipUnless(sys.platform == "linux" and os.geteuid() == 0, "mounts a small file system")
 class FullDisk(Base):
     def test_the_run_stops_says_so_and_goes_on_when_there_is_room(self):

@@ -4,11 +4,14 @@
 #include "journal_file.hpp"
 #include "json_text.hpp"
 
+#include <boost/asio/associated_cancellation_slot.hpp>
+#include <boost/asio/associated_executor.hpp>
 #include <boost/asio/bind_cancellation_slot.hpp>
 #include <boost/asio/bind_executor.hpp>
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/prefer.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <boost/intrusive/list.hpp>
 
 #include <fmt/format.h>
 #include <openssl/evp.h>
@@ -20,9 +23,9 @@
 #include <mutex>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
 
 namespace evalrt {
+namespace intrusive = boost::intrusive;
 namespace {
 
 class Category final : public boost::system::error_category {
@@ -113,6 +116,7 @@ struct KeyHash {
 };
 
 constexpr std::size_t read_ahead = 256;
+constexpr std::size_t delivered_at_once = 16;
 
 } // namespace
 
@@ -146,7 +150,9 @@ JournalKey journal_key(std::string_view identity, std::string_view endpoint,
 } // namespace detail
 
 struct Journal::Impl : std::enable_shared_from_this<Impl> {
-    struct Live {
+    // Linked while it can be cancelled: not while its answer is read or committed.
+    using Link = intrusive::list_base_hook<intrusive::link_mode<intrusive::auto_unlink>>;
+    struct Live : Link, std::enable_shared_from_this<Live> {
         Live(bool stream_, TextSink on_text_, Handler handler_)
             : stream(stream_), on_text(std::move(on_text_)), handler(std::move(handler_)) {}
 
@@ -161,15 +167,22 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         bool asked = false;
     };
     struct Ended {
-        std::unique_ptr<Live> live;
+        std::shared_ptr<Live> live;
         Response response;
         detail::JournalOutcome row;
     };
     struct Group {
         std::vector<detail::JournalRow> rows;
-        std::deque<Ended> ended;
+        std::vector<Ended> ended;
+        std::size_t delivered = 0; // of those
         std::size_t bytes = 0;
         bool empty() const { return rows.empty() && ended.empty(); }
+    };
+    struct Counted { // of a fresh run, what the thread has counted
+        std::int64_t item = 0, outcome = 0;
+        detail::JournalKey key;
+        std::uint32_t occurrence = 0;
+        std::optional<Errc> failure;
     };
 
     Impl(asio::any_io_executor executor_, JournalOptions options_)
@@ -254,9 +267,9 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             return inner->async_complete(std::move(request), std::move(on_text),
                                          std::move(handler));
         if (broken || closed) return refuse(std::move(handler));
-        const auto id = ++last_id;
-        auto& live = *(all[id] = std::make_unique<Live>(request.stream, std::move(on_text),
-                                                        std::move(handler)));
+        auto one = std::make_shared<Live>(request.stream, std::move(on_text), std::move(handler));
+        auto& live = *one;
+        waiting.push_back(live);
         detail::JournalDecision decision;
         if (fresh) {
             // The file has nothing to serve: the hashing, which costs most, is the thread's.
@@ -264,9 +277,8 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             auto& row = group->rows.emplace_back();
             row.item = live.item;
             row.name = request.name;
-            row.request.emplace();
-            row.request->endpoint = request.endpoint;
-            row.request->body = request.body;
+            row.endpoint = request.endpoint;
+            row.body = request.body;
             grown();
         } else {
             const auto body = sent(request);
@@ -277,17 +289,19 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             live.item = decision.item;
             if (live.item == 0) {
                 live.item = live.entry->item = ++last_item;
-                group->rows.push_back({live.item, key, decision.occurrence, request.name, {}});
+                group->rows.push_back({live.item, key, decision.occurrence, request.name, {}, {}});
                 grown();
             }
         }
-        detail::on_cancel(live.handler, [weak = weak_from_this(), id] {
-            if (auto self = weak.lock()) self->cancel(id);
+        detail::on_cancel(live.handler, [weak = weak_from_this(), its = live.weak_from_this()] {
+            const auto self = weak.lock();
+            const auto waits = its.lock();
+            if (self && waits) self->cancel(*waits);
         });
         if (decision.outcome > 0) {
             live.outcome = decision.outcome;
             live.own = decision.outcome == live.entry->outcome;
-            served.push_back(id);
+            served.push_back(std::move(one));
             return read();
         }
         live.asked = true;
@@ -296,16 +310,16 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             Response response;
             response.outcome = Errc::cancelled;
             response.detail = "the journal has nobody to ask";
-            return ended(id, std::move(response));
+            return ended(std::move(one), std::move(response));
         }
         inner->async_complete(
             std::move(request), TextSink(live.on_text),
-            asio::bind_executor(executor,
-                                asio::bind_cancellation_slot(
-                                    live.cancel.slot(),
-                                    [self = shared_from_this(), id](error_code, Response response) {
-                                        self->ended(id, std::move(response));
-                                    })));
+            asio::bind_executor(
+                executor, asio::bind_cancellation_slot(
+                              live.cancel.slot(), [self = shared_from_this(), one = std::move(one)](
+                                                      error_code, Response&& response) mutable {
+                                  self->ended(std::move(one), std::move(response));
+                              })));
     }
 
     void refuse(Handler handler) {
@@ -315,14 +329,14 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         finish(std::move(handler), std::move(response));
     }
 
-    void finish(Handler handler, Response response) {
+    void finish(Handler handler, Response&& response) {
         const auto code = response.outcome ? make_error_code(*response.outcome) : error_code();
         detail::complete(executor, std::move(handler), code, std::move(response));
     }
 
-    void ended(std::uint64_t id, Response response) {
+    void ended(std::shared_ptr<Live> live, Response&& response) {
         --asked;
-        auto live = std::move(all.extract(id).mapped());
+        live->unlink();
         if (broken || closed) return refuse(std::move(live->handler));
         if (response.outcome == Errc::cancelled) { // not run
             finish(std::move(live->handler), std::move(response));
@@ -331,7 +345,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         record(std::move(live), std::move(response), 0);
     }
 
-    void record(std::unique_ptr<Live> live, Response response, std::int64_t source) {
+    void record(std::shared_ptr<Live> live, Response&& response, std::int64_t source) {
         auto& it = group->ended.emplace_back();
         it.live = std::move(live);
         it.response = std::move(response);
@@ -367,17 +381,18 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     void flush() {
         timer.cancel();
         if (group->empty() || broken) return;
-        auto full = std::exchange(group, std::make_shared<Group>());
+        auto full =
+            std::exchange(group, spare ? std::exchange(spare, nullptr) : std::make_shared<Group>());
         for (auto& it : full->ended) it.row.response = &it.response;
         work(
             [this, full](std::unique_ptr<detail::JournalFile>& it) -> Failure {
                 if (!it) return {JournalErrc::unwritable, "the journal is closed"};
                 for (auto& row : full->rows)
-                    if (row.request) count(row);
+                    if (!row.body.empty()) count(row);
                 std::vector<detail::JournalOutcome> outcomes;
                 outcomes.reserve(full->ended.size());
                 for (auto& one : full->ended) {
-                    if (!one.live->entry && repeatable.erase(one.row.item) == 0)
+                    if (!one.live->entry && !repeatable.at(std::size_t(one.row.item)))
                         one.row.shared = false;
                     outcomes.push_back(one.row);
                 }
@@ -386,38 +401,104 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             [this, full](Failure failure) {
                 if (failure) fail(std::move(failure));
                 for (const auto& row : full->rows)
-                    if (row.request) counted(row);
-                for (auto& it : full->ended) deliver(it);
+                    if (!row.body.empty()) counted(row);
+                if (broken) {
+                    for (auto& it : full->ended) refuse(std::move(it.live->handler));
+                    return;
+                }
+                deliver(full);
             });
+    }
+
+    // A few at a time, among the executor's other work: what a whole group lets go of at once, the
+    // allocator puts away and takes out again at several times the price.
+    void deliver(const std::shared_ptr<Group>& full) {
+        const auto count = full->ended.size();
+        if (full->delivered == count) {
+            // Its memory serves the next group: a new one's would come page by page.
+            full->rows.clear();
+            full->ended.clear();
+            full->delivered = full->bytes = 0;
+            spare = full;
+            return;
+        }
+        // Before the callers' handlers, which may throw.
+        asio::post(executor, [self = shared_from_this(), full] { self->deliver(full); });
+        const auto end = closed ? count : std::min(count, full->delivered + delivered_at_once);
+        while (full->delivered < end) deliver(full->ended[full->delivered++]);
     }
 
     // On the thread.
     void count(detail::JournalRow& row) {
-        const auto body = sent(*row.request);
-        row.key = detail::journal_key(identity, row.request->endpoint, body);
+        asks.endpoint = row.endpoint;
+        asks.body = row.body;
+        const auto body = sent(asks);
+        row.key = detail::journal_key(identity, row.endpoint, body);
         row.occurrence = counts[row.key]++;
-        if (at_temperature_zero(body)) repeatable.insert(row.item);
+        const auto item = std::size_t(row.item);
+        if (repeatable.size() <= item) repeatable.resize(item + 1);
+        repeatable[item] = at_temperature_zero(body);
+        asks.body = {};
     }
 
-    // Afterwards: the index knows it as if it had counted.
+    // Afterwards. A fresh run looks nothing up: its index is made when that changes.
     void counted(const detail::JournalRow& row) {
-        auto& entry = index.count(row.key, row.occurrence, fresh);
+        if (fresh) return known.push_back({row.item, 0, row.key, row.occurrence, {}});
+        auto& entry = index.count(row.key, row.occurrence, false);
         entry.item = row.item;
         entries[row.item] = &entry;
     }
 
-    void deliver(Ended& it) {
-        if (broken) return refuse(std::move(it.live->handler));
-        if (!it.live->entry) it.live->entry = entries.extract(it.row.item).mapped();
-        auto& entry = *it.live->entry;
-        entry.outcome = it.row.outcome;
-        entry.failure = it.response.outcome;
-        give(*it.live, std::move(it.response));
+    // Now: it is as if it had counted.
+    void settle() {
+        index.reserve(index.size() + known.size());
+        for (const auto& it : known) {
+            auto& entry = index.count(it.key, it.occurrence, true);
+            entry.item = it.item;
+            entry.outcome = it.outcome;
+            entry.failure = it.failure;
+            if (it.outcome == 0) entries[it.item] = &entry;
+        }
+        known.clear();
     }
 
-    void give(Live& live, Response response) {
+    void deliver(Ended& it) {
+        const auto live = std::move(it.live);
+        if (live->entry) {
+            keep(*live->entry, it);
+        } else if (!known.empty() && it.row.item >= known.front().item) { // they have no gaps
+            keep(known[std::size_t(it.row.item - known.front().item)], it);
+        } else {
+            keep(*entries.at(it.row.item), it);
+            entries.erase(it.row.item);
+        }
+        show(*live, it.response);
+        // On the executor already: what does not pass through its queue is let go of at once.
+        auto& handler = live->handler;
+        const auto target = asio::get_associated_executor(handler, executor);
+        if (target != decltype(target)(executor))
+            return finish(std::move(handler), std::move(it.response));
+        if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
+            slot.clear();
+        const auto code =
+            it.response.outcome ? make_error_code(*it.response.outcome) : error_code();
+        std::move(handler)(code, std::move(it.response));
+    }
+
+    template <class Entry>
+    static void keep(Entry& entry, const Ended& it) {
+        entry.outcome = it.row.outcome;
+        entry.failure = it.response.outcome;
+    }
+
+    // To a caller who wants the text as it comes.
+    static void show(const Live& live, const Response& response) {
         if (!live.asked && live.stream && live.on_text && !response.text.empty())
             live.on_text(response.text);
+    }
+
+    void give(Live& live, Response&& response) {
+        show(live, response);
         finish(std::move(live.handler), std::move(response));
     }
 
@@ -425,17 +506,17 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     void read() {
         if (reading || broken) return;
         struct One {
-            std::unique_ptr<Live> live;
+            std::shared_ptr<Live> live;
             Response response;
             std::int64_t source = 0;
         };
         auto batch = std::make_shared<std::vector<One>>();
         while (!served.empty() && batch->size() < read_ahead) {
-            const auto it = all.find(served.front()); // gone: cancelled
+            auto live = std::move(served.front());
             served.pop_front();
-            if (it == all.end()) continue;
-            batch->push_back({std::move(it->second), {}, 0});
-            all.erase(it);
+            if (!live->is_linked()) continue; // cancelled
+            live->unlink();
+            batch->push_back({std::move(live), {}, 0});
         }
         if (batch->empty()) return flush_if_last();
         reading = true;
@@ -477,24 +558,23 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             });
     }
 
-    void cancel(std::uint64_t id) {
-        const auto it = all.find(id);
-        if (it == all.end()) return; // being read or committed
-        if (it->second->asked) return it->second->cancel.emit(asio::cancellation_type::terminal);
+    void cancel(Live& live) {
+        if (!live.is_linked()) return;
+        if (live.asked) return live.cancel.emit(asio::cancellation_type::terminal);
         Response response;
         response.outcome = Errc::cancelled;
         response.detail = "cancelled";
-        auto live = std::move(all.extract(it).mapped());
-        finish(std::move(live->handler), std::move(response));
+        live.unlink();
+        finish(std::move(live.handler), std::move(response));
     }
 
     void fail(Failure failure) {
         if (broken) return;
         broken = std::move(failure);
         if (options.on_failure) options.on_failure(broken);
-        std::vector<std::uint64_t> ids;
-        for (const auto& [id, live] : all) ids.push_back(id);
-        for (const auto id : ids) cancel(id);
+        std::vector<std::shared_ptr<Live>> all;
+        for (auto& live : waiting) all.push_back(live.shared_from_this());
+        for (const auto& live : all) cancel(*live);
         for (auto& it : group->ended) refuse(std::move(it.live->handler));
         group = std::make_shared<Group>();
         timer.cancel();
@@ -507,20 +587,21 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     Backend* inner = nullptr;
     detail::JournalIndex index;
     asio::steady_timer timer; // of the group
-    std::shared_ptr<Group> group;
-    std::unordered_map<std::uint64_t, std::unique_ptr<Live>> all;
-    std::deque<std::uint64_t> served; // not read yet
-    std::uint64_t last_id = 0;
+    std::shared_ptr<Group> group, spare;
+    intrusive::list<Live, intrusive::constant_time_size<false>> waiting;
+    std::deque<std::shared_ptr<Live>> served; // not read yet
     std::int64_t last_item = 0, last_outcome = 0;
     std::size_t asked = 0; // of the inner backend, not ended
     bool reading = false, resumed = false, closed = false;
     Failure broken;
-    bool fresh = false; // nothing in the file can be served to this run
-    std::unordered_map<std::int64_t, detail::JournalEntry*> entries; // of a fresh run, by item
+    bool fresh = false;         // nothing in the file can be served to this run
+    std::vector<Counted> known; // of a fresh run, by item; not in the index yet
+    std::unordered_map<std::int64_t, detail::JournalEntry*> entries; // they are, not delivered yet
     // The worker's:
     std::unique_ptr<detail::JournalFile> file;
     std::unordered_map<detail::JournalKey, std::uint32_t, KeyHash> counts;
-    std::unordered_set<std::int64_t> repeatable; // items at temperature 0
+    std::vector<bool> repeatable; // of items that it counted: at temperature 0
+    Request asks;
     std::unique_ptr<Worker> worker;
 };
 
@@ -540,6 +621,7 @@ asio::any_io_executor Journal::get_executor() noexcept { return impl_->executor;
 void Journal::connect(Backend& inner) { impl_->inner = &inner; }
 void Journal::suite_asked() { impl_->suite_asked(); }
 void Journal::rewind() {
+    impl_->settle();
     impl_->index.rewind();
     impl_->fresh = false;
 }
@@ -552,6 +634,7 @@ void Journal::begin(JournalRun run, OpenHandler handler) {
 void Journal::close(OpenHandler handler) { impl_->close(std::move(handler)); }
 
 bool Journal::holds(const std::vector<const Request*>& requests) const {
+    impl_->settle();
     if (impl_->index.size() < requests.size()) return false;
     std::unordered_map<detail::JournalKey, std::uint32_t, KeyHash> counts(requests.size());
     for (const auto* request : requests) {

@@ -82,10 +82,19 @@ JournalFields from_json(std::string_view text) {
     return fields;
 }
 
+// A JSON string of these bytes is they in quotes.
+bool plain(std::string_view text) {
+    unsigned char other = 0; // no early end: the loop is one for vectors
+    for (const unsigned char c : text)
+        other |= static_cast<unsigned char>((c < ' ') | (c == '"') | (c == '\\'));
+    return other == 0;
+}
+
 // Where `text` stands in the body, as a JSON string: it is not kept a second time.
 std::optional<std::int64_t> place_of(const std::string& text, const std::string& body) {
-    if (text.size() >= body.size()) return {};
-    const auto quoted = json_string(text);
+    // A short one takes no more room than its place.
+    if (text.size() >= body.size() || text.size() <= sizeof(std::int64_t)) return {};
+    const auto quoted = plain(text) ? "\"" + text + "\"" : json_string(text);
     // By its beginning: looking for a long text costs more than comparing it.
     const auto begin = std::string_view(quoted).substr(0, 48);
     const char *at = body.data(), *end = at + body.size();

@@ -21,7 +21,8 @@ struct JournalRow { // of an item that this run had not asked before
     JournalKey key;
     std::uint32_t occurrence = 0;
     std::string name;
-    std::optional<Request> request; // whose key and occurrence are not counted yet
+    std::string endpoint; // until the key and the occurrence are counted
+    Text body;            // likewise
 };
 
 struct JournalOutcome {

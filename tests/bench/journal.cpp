@@ -1,8 +1,9 @@
 // What a journal costs.
 //   memory COUNT          COUNT answers from memory, with and without a journal: CPU of a sample,
 //                         size of the file, time to open it again and to decide on all of them
-//   URL COUNT IN_FLIGHT   the same requests to a server, through RequestScheduler and HttpBackend,
-//                         with and without a journal: requests a second
+//   plain|journal URL COUNT IN_FLIGHT
+//                         the same requests to a server, through RequestScheduler and HttpBackend:
+//                         requests a second, CPU of a request
 #include "evalrt/journal.hpp"
 #include "evalrt/http_backend.hpp"
 #include "evalrt/request_scheduler.hpp"
@@ -18,6 +19,7 @@
 #include <filesystem>
 
 #include <sys/resource.h>
+#include <time.h>
 
 using namespace evalrt;
 
@@ -102,8 +104,15 @@ std::unique_ptr<Journal> open_journal(asio::io_context& io, const std::string& p
     return journal;
 }
 
+// Of the thread that asks.
+double thread_seconds() {
+    timespec time;
+    ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
+
 struct Cost {
-    double seconds = 0, cpu = 0;
+    double seconds = 0, cpu = 0, thread = 0;
     std::size_t done = 0, served = 0;
 };
 
@@ -111,7 +120,7 @@ struct Cost {
 Cost ask(asio::io_context& io, Backend& backend, std::size_t count, std::size_t suite = 2000) {
     Cost cost;
     const auto start = Clock::now();
-    const auto cpu = cpu_seconds();
+    const auto cpu = cpu_seconds(), thread = thread_seconds();
     for (std::size_t i = 0; i < count;) {
         for (const auto end = std::min(i + suite, count); i < end; ++i)
             backend.async_complete(request_of(i), {}, [&](error_code code, const Response& it) {
@@ -123,6 +132,7 @@ Cost ask(asio::io_context& io, Backend& backend, std::size_t count, std::size_t 
         io.run();
     }
     cost.cpu = cpu_seconds() - cpu;
+    cost.thread = thread_seconds() - thread;
     cost.seconds = std::chrono::duration<double>(Clock::now() - start).count();
     if (cost.done != count) std::exit(1);
     return cost;
@@ -170,8 +180,8 @@ void from_memory(const std::string& path, std::size_t count) {
                served.cpu / double(count) * 1e6);
 }
 
-double rate(const std::string& path, const char* url, std::size_t count, unsigned in_flight,
-            bool with_journal) {
+void from_server(const std::string& path, const char* url, std::size_t count, unsigned in_flight,
+                 bool with_journal) {
     remove(path);
     asio::io_context io(1);
     auto row = *find_backend_row("openai-url");
@@ -190,7 +200,10 @@ double rate(const std::string& path, const char* url, std::size_t count, unsigne
     const auto cost = ask(io, front, count, count);
     journal.reset();
     remove(path);
-    return double(count) / cost.seconds;
+    fmt::print(R"({{"journal": {}, "rate": {:.0f}, "cpu_us": {:.2f}, "of_the_client_us": {:.2f}}})"
+               "\n",
+               with_journal, double(count) / cost.seconds, cost.cpu / double(count) * 1e6,
+               cost.thread / double(count) * 1e6);
 }
 
 } // namespace
@@ -200,16 +213,12 @@ int main(int argc, char** argv) {
         (std::filesystem::current_path() / fmt::format("bench-journal-{}", ::getpid())).string();
     if (argc == 3 && std::strcmp(argv[1], "memory") == 0) {
         from_memory(path, std::stoul(argv[2]));
-    } else if (argc == 4) {
-        const auto count = std::stoul(argv[2]);
-        const auto in_flight = unsigned(std::stoul(argv[3]));
-        const auto plain = rate(path, argv[1], count, in_flight, false);
-        const auto kept = rate(path, argv[1], count, in_flight, true);
-        fmt::print(R"({{"plain_rate": {:.0f}, "journal_rate": {:.0f}, "ratio": {:.3f}}})"
-                   "\n",
-                   plain, kept, kept / plain);
+    } else if (argc == 5) {
+        from_server(path, argv[2], std::stoul(argv[3]), unsigned(std::stoul(argv[4])),
+                    std::strcmp(argv[1], "journal") == 0);
     } else {
-        std::fputs("usage: bench_journal memory COUNT | bench_journal URL COUNT IN_FLIGHT\n",
+        std::fputs("usage: bench_journal memory COUNT\n"
+                   "       bench_journal plain|journal URL COUNT IN_FLIGHT\n",
                    stderr);
         return 2;
     }

@@ -41,13 +41,16 @@ def main():
             url = bench_servers.nginx()
             for _ in range(args.rounds):
                 memory.append(run([bench, "memory", "100000"]))
-                rates.append(run([bench, url, "30000", "64"]))  # its thread goes where there is room
+                # A process each: the memory of the first is no burden for the second. The journal's
+                # thread goes where there is room.
+                kept = run([bench, "journal", url, "30000", "64"])["rate"]
+                rates.append(kept / run([bench, "plain", url, "30000", "64"])["rate"])
         finally:
             bench_servers.close()
     median = {"cpu_us": statistics.median(it["cpu_us"] for it in memory),
               "file_ratio": statistics.median(it["file_ratio"] for it in memory),
               "ready_seconds": statistics.median(it["open_seconds"] + it["decide_seconds"] for it in memory),
-              "lost_rate": 1 - statistics.median(it["ratio"] for it in rates)}
+              "lost_rate": 1 - statistics.median(rates)}
     missed = False
     for name, (goal, words) in GOALS.items():
         ok = median[name] <= goal

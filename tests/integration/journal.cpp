@@ -437,6 +437,34 @@ TEST_CASE("groups are as large as they may be, and no larger") {
     CHECK(done() == 25);
 }
 
+TEST_CASE("requests go on while a group is being committed") {
+    Folder folder;
+    const auto path = folder / "j";
+    auto options = Session::at(path);
+    options.group = 1;
+    Session session(options);
+    session.get(question("a"));
+    sqlite3* other = nullptr; // holds up what the journal's thread does
+    REQUIRE(sqlite3_open(path.c_str(), &other) == SQLITE_OK);
+    REQUIRE(sqlite3_exec(other, "BEGIN IMMEDIATE", nullptr, nullptr, nullptr) == SQLITE_OK);
+    session.hold = true;
+    session.ask(question("b"));
+    session.poll();
+    session.server.end(1, answer_to(question("b")));
+    session.poll();
+    session.ask(question("c"));
+    session.poll();
+    CHECK(session.server.calls == 3);
+    CHECK(session.all.front().completions == 1);
+    CHECK(std::next(session.all.begin())->completions == 0); // it is not on the disk
+    REQUIRE(sqlite3_exec(other, "ROLLBACK", nullptr, nullptr, nullptr) == SQLITE_OK);
+    sqlite3_close(other);
+    session.server.end(2, answer_to(question("c")));
+    session.go();
+    for (const auto& it : session.all) CHECK((it.completions == 1 && !it.code));
+    CHECK(session.broken.empty());
+}
+
 TEST_CASE("a changed configuration is refused, in words, and the file stays") {
     Folder folder;
     const auto path = folder / "j";

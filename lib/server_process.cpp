@@ -24,6 +24,7 @@
 #include <fstream>
 #include <iterator>
 #include <list>
+#include <random>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -291,6 +292,20 @@ error_code try_to_bind(const asio::any_io_executor& executor, tcp::endpoint& pla
     return error;
 }
 
+/// Not one of those that the system gives to who wants any: until the server has loaded it is
+/// nobody's, and whoever was given it meanwhile would get our questions.
+error_code find_free_port(const asio::any_io_executor& executor, tcp::endpoint& place) {
+    std::minstd_rand random(unsigned(Clock::now().time_since_epoch().count()) ^
+                            unsigned(::getpid()));
+    std::uniform_int_distribution<unsigned short> port(20000, 31999);
+    for (int tries = 0; tries < 100; ++tries) {
+        place.port(port(random));
+        if (!try_to_bind(executor, place, false)) return {};
+    }
+    place.port(0);
+    return try_to_bind(executor, place, false);
+}
+
 bool port_in_use(const asio::any_io_executor& executor, std::uint16_t port) {
     std::vector<tcp::endpoint> places{{asio::ip::address_v4::loopback(), port}};
 #ifndef __linux__ // elsewhere a wildcard listener does not keep others from a specific address
@@ -448,7 +463,7 @@ struct ServerProcess::Impl : std::enable_shared_from_this<Impl> {
             if (port_in_use(executor, port)) return {Errc::unreachable, port_taken()};
         } else {
             tcp::endpoint place(asio::ip::address_v4::loopback(), 0);
-            error = try_to_bind(executor, place, false);
+            error = find_free_port(executor, place);
             if (error) return {Errc::unreachable, "no port is free: " + error.message()};
             port = place.port();
         }

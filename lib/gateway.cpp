@@ -1,5 +1,6 @@
 #include "evalrt/gateway.hpp"
 
+#include "conversations.hpp"
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/http_backend.hpp"
 #include "gateway_wire.hpp"
@@ -39,6 +40,7 @@ using detail::Refusal;
 
 constexpr auto token = asio::as_tuple(asio::use_awaitable);
 constexpr std::string_view json_type = "application/json";
+constexpr std::size_t long_conversation = 16 << 10; // bytes: less is soon prefilled again
 
 class Session;
 struct Core;
@@ -50,6 +52,7 @@ struct Job {
 
     std::string endpoint, idempotency_key;
     Text body;
+    detail::Conversations::Turn turn;
     asio::cancellation_signal cancel;
     asio::steady_timer linger;
     std::shared_ptr<TextFlow> flow = std::make_shared<TextFlow>();
@@ -111,6 +114,7 @@ struct Core : std::enable_shared_from_this<Core> {
     std::set<Session*> sessions;
     std::unordered_multimap<std::size_t, std::shared_ptr<Job>> jobs; // that can be joined
     GatewayStats stats;
+    detail::Conversations conversations;
     std::uint64_t last_id = 0;
     bool closing = false, said_no_usage = false;
     std::vector<asio::any_completion_handler<void(error_code)>> closers;
@@ -227,6 +231,7 @@ private:
     std::string in_; // read, not parsed
     std::optional<Parser> parser_;
     Call call_;
+    std::uint32_t from_ = 0; // the client's address
     Clock::time_point asked_at_;
     std::unique_ptr<detail::EventWriter> writer_; // of the stream that is answered
     std::size_t sent_ = 0;                        // of its text
@@ -238,6 +243,9 @@ Session::Session(std::shared_ptr<Core> impl, Tcp::socket socket)
       socket_(std::move(socket)),
       wake_(impl_->executor),
       stuck_(impl_->executor) {
+    error_code unknown;
+    if (const auto peer = socket_.remote_endpoint(unknown); !unknown)
+        from_ = std::uint32_t(std::hash<std::string>()(peer.address().to_string()));
     impl_->sessions.insert(this);
 }
 
@@ -327,6 +335,7 @@ asio::awaitable<bool> Session::read_head(bool first) {
         head.fields.push_back({view(it.name_string()), view(it.value())});
     head_only_ = head.method == "HEAD";
     call_ = detail::read_call(head, impl_->door);
+    call_.client += from_;
     co_return true;
 }
 
@@ -596,9 +605,19 @@ std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked) {
     jobs.emplace(key(job->endpoint, job->body), job);
     ++stats.requests;
     ++stats.open;
+    job->turn = conversations.asked(job->endpoint, job->body, Clock::now());
     Request request;
     request.endpoint = job->endpoint;
     request.body = job->body;
+    request.client = call.client;
+    if (job->turn.turn > 0) {
+        ++stats.continued;
+        if (job->body.view().size() >= long_conversation) {
+            request.session = fmt::format("evalrt-{}", job->turn.conversation);
+            request.turn = job->turn.turn;
+            request.pause = job->turn.pause;
+        }
+    }
     request.stream = asked.stream;
     request.flow = job->flow;
     TextSink on_text;
@@ -623,6 +642,10 @@ std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked) {
 void Core::ended(const std::shared_ptr<Job>& job, Response response) {
     --stats.open;
     count(response);
+    if (response.outcome)
+        conversations.failed(job->turn);
+    else
+        conversations.answered(job->turn, response.text, Clock::now());
     job->done = true;
     job->response = std::move(response);
     if (job->listener)

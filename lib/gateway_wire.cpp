@@ -580,6 +580,9 @@ Call read_call(const RequestHead& head, const Door& door) {
     }
     call.keep_alive = !head.old && !fields.has_word("connection", "close");
     call.idempotency_key = fields["idempotency-key"];
+    const std::hash<std::string_view> hash;
+    for (const auto field : {"authorization", "x-api-key", "user-agent", "x-evalrt-client"})
+        call.client = std::uint32_t(call.client * 31 + hash(fields[field]));
     const auto seconds = fields["x-stainless-read-timeout"];
     const double limit = std::strtod(std::string(seconds).c_str(), nullptr);
     if (limit > 0 && limit < 1e6)
@@ -684,6 +687,8 @@ std::string metrics_text(const GatewayStats& stats, std::optional<unsigned> in_f
                            stats.failed[i]);
     add("joined_total", "counter", stats.joined,
         "Requests that came again while the same one ran, and got its answer.");
+    add("continued_total", "counter", stats.continued,
+        "Requests that go on with the conversation of an earlier one.");
     add("refused_total", "counter", stats.refused,
         "HTTP requests that were refused before the model was asked.");
     add("connections", "gauge", stats.connections, "Open connections of clients.");

@@ -50,6 +50,7 @@ struct Call {
     bool keep_alive = true;
     bool expects_continue = false;
     std::string idempotency_key;
+    std::uint32_t client = 0; ///< by its key, its program and the name that it gives itself
     std::chrono::milliseconds patience{0}; ///< the client's own limit for an answer; 0: not known
 };
 Call read_call(const RequestHead& head, const Door& door);

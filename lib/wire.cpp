@@ -303,6 +303,8 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     parts.domain = request.endpoint;
     parts.session = request.session;
     parts.turn = request.turn;
+    parts.pause = request.pause;
+    parts.client = request.client;
     const auto list = members(request.body);
     if (const auto model = member(list, "model")) parts.domain.append(*model);
     for (const auto key : {"max_tokens", "max_completion_tokens"})

@@ -46,16 +46,17 @@ struct GatewayStats {
     std::uint64_t requests = 0; ///< to the model
     std::uint64_t answered = 0;
     std::array<std::uint64_t, all_errc.size()> failed{}; ///< by class, in the order of all_errc
-    std::uint64_t joined = 0;  ///< came again while the same request ran, and got its answer
-    std::uint64_t refused = 0; ///< never became a request to the model
+    std::uint64_t joined = 0;    ///< came again while the same request ran, and got its answer
+    std::uint64_t continued = 0; ///< went on with the conversation of an earlier one
+    std::uint64_t refused = 0;   ///< never became a request to the model
     std::int64_t prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0; ///< as far as told
 };
 
 /// Serves, with and without /v1 before them: POST chat/completions, completions and messages
 /// (Anthropic), GET models; and GET /health and /metrics (Prometheus). Any other path goes to the
-/// server as it is, with method, query and body, and its answer comes back with its status. Whether a client wants a
-/// stream and whether the server gives one are independent. Errors come in the words of the
-/// client's wire, with x-should-retry: false: what could be tried again has been.
+/// server as it is, with method, query and body, and its answer comes back with its status. Whether
+/// a client wants a stream and whether the server gives one are independent. Errors come in the
+/// words of the client's wire, with x-should-retry: false: what could be tried again has been.
 ///
 /// Streams    text goes out as it comes, the rest (tool calls, reasoning, log probabilities) with
 ///            the end. A client that does not read holds its answer back (see TextFlow), until
@@ -63,6 +64,11 @@ struct GatewayStats {
 /// Gone       a client that closes its connection cancels its request after GatewayOptions::linger.
 ///            The same body that comes meanwhile takes the request over, as does, at any time, the
 ///            same body with the same Idempotency-Key; two requests that run are two otherwise.
+/// Turns      a request whose messages are those of an earlier one, the assistant's answer and
+///            more goes on with its conversation; long ones (16 KB) are told to the Backend as a
+///            session (Request::session), so that it need not begin more of them than its server's
+///            cache holds. Of each Request::client, who is told apart by address, key, User-Agent
+///            and the header x-evalrt-client, some requests go before another one's.
 /// Security   one Host header that names this server, Origin absent or this server's; a token if
 ///            set. POST takes application/json alone. No CORS headers.
 /// Threads    belongs to its executor, as the Backend does.

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <deque>
 #include <limits>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -30,6 +31,10 @@ struct Prompt {
     int turn = 0;
     bool streamed = true; ///< its first text will be seen before its end
     unsigned kind = 0;    ///< where kinds do not go together: which; a RadixPlanner does not ask
+    std::uint32_t client = 0; ///< whose it is: those of several go by turns
+    /// Not zero: nobody knows whether the session goes on; its next turn is expected so soon after
+    /// this one's answer.
+    std::chrono::milliseconds pause{0};
 
     std::size_t bytes() const {
         std::size_t sum = 0;
@@ -159,7 +164,10 @@ private:
 /// 2312.07104), and what continues a prompt that was sent before anything that shares less; of the
 /// rest what is predicted to take longest, so that it does not run alone at the end. One leader for
 /// each shared prefix until the server shows it to the others. The turns of a session one after
-/// the other.
+/// the other. Of several clients each has its turn: some requests, in that order, before another's.
+///
+/// A session whose end nobody tells counts as open until its pause is over; but if all that are
+/// open are silent while others wait for their places, these get them.
 ///
 /// Memory: some 400 bytes a request that waits or runs, 1/16 of what its prompt shares with no
 /// other, and as much for the `remembered` last ones.
@@ -179,6 +187,7 @@ public:
         /// Requests that may go before one that came earlier, and twice as many as waited at once:
         /// in a suite that is all there nobody counts as overtaken.
         unsigned overtaking = 1000;
+        unsigned turn = 8; ///< requests that a client may be ahead of another that waits, too
     };
 
     RadixPlanner() : RadixPlanner(Options()) {}
@@ -196,10 +205,13 @@ public:
         Entry& entry = entries_[id];
         entry = {&node, bytes, predicted(node, prompt.output_tokens.value_or(0)), ++arrivals_};
         entry.streamed = prompt.streamed;
+        entry.client = prompt.client;
         if (prompt.session.empty() || options_.in_order) return enqueue(id, entry);
         entry.turn = prompt.turn;
         entry.session = &sessions_[prompt.session];
         if (entry.session->name.empty()) entry.session->name = prompt.session;
+        entry.session->pause = prompt.pause;
+        expected_.erase({std::exchange(entry.session->until, Point{}), entry.session});
         entry.session->turns.insert({entry.turn, entry.arrival, id});
         promote(*entry.session);
     }
@@ -208,21 +220,32 @@ public:
         wake_ = Point::max();
         holds_ = {};
         passed_ = 0;
+        while (!expected_.empty() && expected_.begin()->first <= now) end_silent();
         if (root_.waiting == 0) return {};
         auto found = overtaken(now);
         std::string_view why = options_.in_order ? "arrival" : "overtaken";
         if (!found.node) {
             why = {};
+            if (const auto client = whose_turn()) found = find(root_, now, false, client);
+            passed_ = 0;
+            if (!found.node) found = find(root_, now, false);
+        }
+        if (!found.node && holds_ == "sessions" && expected_.size() == open_.size()) {
+            // All that are open are silent: they may wait for one that is held back.
+            while (!expected_.empty()) end_silent();
+            passed_ = 0;
             found = find(root_, now, false);
         }
         if (found.node && running_ > 0 && too_much(found)) {
             holds_ = "memory";
+            wake_for_sessions();
             return {};
         }
         if (found.node && pads(found)) {
             holds_ = "padding";
             return {};
         }
+        if (!found.node && holds_ == "sessions") wake_for_sessions();
         if (!found.node && running_ == 0) {
             why = "idle";
             found = find(root_, now, true);
@@ -232,7 +255,7 @@ public:
         return send(found.id, *found.node, now, why);
     }
 
-    void progressed(RequestId id, Stage stage, Point) override {
+    void progressed(RequestId id, Stage stage, Point now) override {
         const auto it = entries_.find(id);
         if (it == entries_.end() || it->second.state != State::running) return;
         Entry& entry = it->second;
@@ -260,7 +283,13 @@ public:
         if (entry.session) {
             entry.session->running = 0;
             entry.session->own = own;
-            promote(*entry.session);
+            if (stage == Stage::done && entry.session->turns.empty() &&
+                entry.session->pause.count() > 0) {
+                entry.session->until = now + entry.session->pause;
+                expected_.insert({entry.session->until, entry.session});
+            } else {
+                promote(*entry.session);
+            }
         }
         forget(it);
     }
@@ -350,6 +379,8 @@ private:
         bool idle = false;                       // nothing lives here or below, and it has no kids
         bool warm = false;                       // the server shows it
         bool sent = false;                       // some request through here was sent
+        bool several = false;                    // clients' requests wait below
+        std::uint32_t client = 0;                // if not several: whose
     };
 
     // All nodes but the root, by their parent and the first block of their edge. Owns them.
@@ -429,9 +460,11 @@ private:
         RequestId first = 0; // of these: the one that waits in the tree
         RequestId running = 0;
         bool open = false;
-        std::size_t first_bytes = 0; // of its first prompt
-        std::size_t bytes = 0;       // of what it has now, with the answer
-        std::size_t own = 0;         // of these not shared with what runs; 0: it runs itself
+        std::size_t first_bytes = 0;        // of its first prompt
+        std::size_t bytes = 0;              // of what it has now, with the answer
+        std::size_t own = 0;                // of these not shared with what runs; 0: it runs itself
+        std::chrono::milliseconds pause{0}; // after its last turn, if its end is not known
+        Point until{};                      // its next turn is expected; none: it has one here
     };
 
     enum class State { behind, waiting, running }; // behind: another turn comes first
@@ -449,6 +482,11 @@ private:
         int turn = 0;
         bool streamed = true;
         bool filling = false; // it runs, and what is cold is being prefilled
+        std::uint32_t client = 0;
+    };
+    struct Client {
+        std::size_t waiting = 0;
+        std::uint64_t served = 0; // as many as who was served least when it came, and its own since
     };
     using Entries = std::unordered_map<RequestId, Entry>;
 
@@ -572,6 +610,8 @@ private:
         upper.arrival = lower.arrival;
         upper.warm = lower.warm;
         upper.sent = lower.sent;
+        upper.several = lower.several;
+        upper.client = lower.client;
         upper.leader = lower.leader; // who fills the longer prefix fills this one
         upper.since = lower.since;
         upper.shown_by = lower.shown_by;
@@ -614,7 +654,14 @@ private:
         arrived_.emplace_back(entry.arrival, id);
         const auto place = rank(entry);
         entry.node->own.insert({-place, entry.arrival, id});
+        come(entry.client);
         for (Node* it = entry.node; it; it = it->parent) {
+            if (it->waiting == 0) {
+                it->client = entry.client;
+                it->several = false;
+            } else {
+                it->several |= it->client != entry.client;
+            }
             const bool moves = it->waiting == 0 || place > it->rank || entry.arrival < it->arrival;
             if (moves && it->waiting > 0 && it->parent) it->parent->children.erase(it);
             ++it->waiting;
@@ -627,6 +674,9 @@ private:
 
     void dequeue(RequestId id, const Entry& entry, bool sent) {
         entry.node->own.erase({-rank(entry), entry.arrival, id});
+        const auto client = clients_.find(entry.client);
+        client->second.served += sent;
+        if (--client->second.waiting == 0) clients_.erase(client);
         for (Node* it = entry.node; it; it = it->parent) {
             const bool moves = it->waiting == 1 || (sent && !it->sent);
             if (moves && it->parent) it->parent->children.erase(it);
@@ -643,17 +693,39 @@ private:
         return options_.match_length ? std::int64_t(entry.bytes) : entry.output;
     }
 
+    void come(std::uint32_t name) {
+        if (auto& client = clients_[name]; client.waiting++ == 0) {
+            const auto least = least_served(name);
+            if (least != clients_.end()) client.served = least->second.served;
+        }
+    }
+
+    using Clients = std::map<std::uint32_t, Client>;
+
+    typename Clients::iterator least_served(std::optional<std::uint32_t> but = {}) {
+        auto least = clients_.end();
+        for (auto it = clients_.begin(); it != clients_.end(); ++it)
+            if (it->first != but &&
+                (least == clients_.end() || it->second.served < least->second.served))
+                least = it;
+        return least;
+    }
+
+    // Nothing: one client alone waits. A turn is several requests long, so that prefixes stay
+    // together.
+    std::optional<std::uint32_t> whose_turn() {
+        if (clients_.size() < 2) return {};
+        const auto least = least_served();
+        const auto now = clients_.find(turn_);
+        if (now == clients_.end() || now->second.served >= least->second.served + options_.turn)
+            turn_ = least->first;
+        return turn_;
+    }
+
     // The session's first turn waits in the tree, if none runs; a session without turns ends.
     void promote(Session& session) {
         if (session.running) return;
-        if (session.turns.empty()) {
-            if (session.open) {
-                open_.erase(&session);
-                growth_ = (9 * growth_ + session.bytes - session.first_bytes) / 10;
-            }
-            sessions_.erase(std::string(session.name));
-            return;
-        }
+        if (session.turns.empty()) return end(session);
         const auto first = std::get<2>(*session.turns.begin());
         if (session.first == first) return;
         if (session.first) {
@@ -663,6 +735,25 @@ private:
         }
         session.first = first;
         enqueue(first, entries_.at(first));
+    }
+
+    void end_silent() {
+        Session& session = *expected_.begin()->second;
+        expected_.erase(expected_.begin());
+        end(session);
+    }
+
+    void end(Session& session) {
+        if (session.open) {
+            open_.erase(&session);
+            growth_ = (9 * growth_ + session.bytes - session.first_bytes) / 10;
+        }
+        sessions_.erase(std::string(session.name));
+    }
+
+    // What sessions hold is free when those that are silent have ended.
+    void wake_for_sessions() {
+        if (!expected_.empty()) wake_ = std::min(wake_, expected_.begin()->first);
     }
 
     // No more is wanted of the request: what is known of its prompt is kept for a while.
@@ -741,27 +832,32 @@ private:
     }
 
     // The first in depth-first order that may go.
-    Found find(Node& node, Point now, bool any) {
-        if (node.waiting == 0) return {};
+    Found find(Node& node, Point now, bool any, std::optional<std::uint32_t> client = {}) {
+        if (node.waiting == 0 || (client && !node.several && node.client != *client)) return {};
         if (const auto until = held(node); !any && now < until) {
             wake_ = std::min(wake_, until);
             passed_ += !node.leader;
             if (holds_.empty()) holds_ = node.leader ? "leader" : "leaders";
             return {};
         }
-        for (const auto& [place, arrival, id] : node.own)
-            if (any || may_begin(entries_.at(id))) return {&node, id};
-        if (!node.own.empty()) {
+        bool held_back = false;
+        for (const auto& [place, arrival, id] : node.own) {
+            const Entry& entry = entries_.at(id);
+            if (client && entry.client != *client) continue;
+            if (any || may_begin(entry)) return {&node, id};
+            held_back = true;
+        }
+        if (held_back) {
             ++passed_;
             holds_ = "sessions";
-            return {};
         }
+        if (!node.own.empty()) return {};
         // A slot keeps its prefix: what shares it with a running one would fill another slot.
         const bool slots = options_.release == Release::slot;
         for (const bool busy : {false, true}) {
             for (Node* it : node.children) {
                 if (slots && (it->running > 0) != busy) continue;
-                if (const Found found = find(*it, now, any); found.node) return found;
+                if (const Found found = find(*it, now, any, client); found.node) return found;
                 if (passed_ >= look_ahead) return {};
             }
             if (!slots) break;
@@ -938,6 +1034,9 @@ private:
     std::multiset<std::size_t> filling_;                // the cold bytes of those without text
     std::size_t filling_bytes_ = 0;
     std::set<const Session*> open_;
+    std::set<std::pair<Point, Session*>> expected_; // open ones that have nothing here
+    Clients clients_;                               // that have something waiting
+    std::uint32_t turn_ = 0;                        // whose it was last
     std::size_t growth_ = 6000; // bytes by which a session grows: some 1,500 tokens, then as seen
     std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not
     std::vector<Block> path_;                                 // of the prompt that is read

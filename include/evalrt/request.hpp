@@ -71,6 +71,8 @@ struct Request {
     Text body;                                     ///< one JSON object
     std::string session;                           ///< turns of one conversation share it
     int turn = 0;
+    std::chrono::milliseconds pause{0};    ///< see Prompt::pause
+    std::uint32_t client = 0;              ///< whose it is: those of several go by turns
     std::string name;                      ///< what the caller calls it: for a journal, never sent
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece

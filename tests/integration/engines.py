@@ -8,7 +8,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 EVALRT, SERVER = sys.argv[1:3]
@@ -48,6 +51,64 @@ class Engines(unittest.TestCase):
                 if cached > least * summary["prompt_tokens"]:
                     break
             self.assertGreater(cached, least * summary["prompt_tokens"], engine)
+
+    def converse(self, url, number, played):
+        """An agent, and a user that a model plays, as in tau-bench, or a script. What came of each
+        request: tokens of its answer and of its prompt, and how many of these were cached."""
+        def ask(messages, tokens):
+            body = json.dumps({"model": "model", "messages": messages, "max_tokens": tokens}).encode()
+            request = urllib.request.Request(url + "/chat/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=100) as answer:
+                answer = json.load(answer)
+            usage = answer["usage"]
+            made.append((usage["completion_tokens"], usage["prompt_tokens"],
+                         usage["prompt_tokens_details"]["cached_tokens"]))
+            return answer["choices"][0]["message"]["content"]
+
+        def words(seed, count):
+            return " ".join(f"word{(i * 31 + seed * 7) % 997}" for i in range(count))
+
+        made = []
+        agent = [{"role": "system", "content": words(0, 1500)},  # the rules, which all share
+                 {"role": "user", "content": f"Case {number}: " + words(number, 1500)}]
+        user = [{"role": "system", "content": f"You are customer {number}."}]
+        for _ in range(8):
+            agent.append({"role": "assistant", "content": ask(agent, 30)})
+            user.append({"role": "user", "content": agent[-1]["content"]})
+            user.append({"role": "assistant", "content": ask(user, 10) if played else "And then?"})
+            agent.append({"role": "user", "content": user[-1]["content"]})
+        return made
+
+    def check_conversations(self, played):
+        def run(url, at_once):
+            begun = time.monotonic()
+            with ThreadPoolExecutor(at_once) as pool:
+                made = list(pool.map(lambda n: self.converse(url, n, played), range(16)))
+            cached = sum(it[2] for one in made for it in one)
+            prompts = sum(it[1] for one in made for it in one)
+            return made, cached / prompts, time.monotonic() - begun
+
+        direct, before, alone = run(self.serve("mlx", "--scale", "0.02"), 1)
+        gateway = subprocess.Popen([EVALRT, "gateway", "--quiet", "--backend", "openai-url", "--url",
+                                    self.serve("mlx", "--scale", "0.02")], stdout=subprocess.PIPE, text=True)
+        self.addCleanup(lambda: (gateway.terminate(), gateway.wait(), gateway.stdout.close()))
+        url = json.loads(gateway.stdout.readline())["url"]
+        batched, after, together = run(url, 16)
+        print(f"16 long conversations with a user that a {'model' if played else 'script'} plays: one at a time "
+              f"{alone:.1f} s, {before:.0%} cached; all at once {together:.1f} s, {after:.0%} cached "
+              f"({alone / together:.1f}x)", file=sys.stderr)
+        # No answer went astray: their lengths come from their prompts.
+        self.assertEqual([[it[:2] for it in one] for one in direct], [[it[:2] for it in one] for one in batched])
+        requests = sum(map(len, direct))
+        metrics = urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=10).read().decode()
+        self.assertIn(f"\nevalrt_answered_total {requests}\n", metrics)
+        self.assertIn(f"\nevalrt_continued_total {requests * 7 // 8}\n", metrics)
+
+    def test_long_conversations_many_at_once(self):
+        self.check_conversations(played=False)
+
+    def test_agents_and_users_that_a_model_plays(self):
+        self.check_conversations(played=True)
 
     def test_a_server_is_measured_once_and_runs_know_of_it(self):
         for scale in ("0.2", "1", "5"):  # a busy machine measures only what is slow beside it

@@ -433,6 +433,42 @@ TEST_CASE("equal requests of clients that are there are as many requests") {
     CHECK(rig.gateway.stats().joined == 0);
 }
 
+TEST_CASE("a long conversation that goes on is a session, and whose it is is told") {
+    Rig rig;
+    auto& client = rig.connect();
+    auto& other = rig.connect();
+    const std::string rules(20'000, 'r');
+    const auto ask = [&](Client& from, std::string_view messages, std::string_view fields = {}) {
+        from.in.clear();
+        const auto call = rig.backend.calls;
+        from.send(rig.request(fmt::format(R"({{"messages": [{}]}})", messages), fields));
+        REQUIRE(rig.until([&] { return rig.backend.calls == call + 1; }));
+        const auto request = rig.backend.pending.at(call).request;
+        rig.backend.end(call, Rig::answer("hello"));
+        REQUIRE(rig.until([&] { return whole(from); }));
+        return request;
+    };
+    const auto hi = R"({"role": "user", "content": "hi"})";
+    const auto first = fmt::format(R"({{"role": "system", "content": "{}"}}, {})", rules, hi);
+    const auto answer =
+        R"(, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "so"})";
+    const auto begun = ask(client, first);
+    CHECK(begun.session.empty());
+    const auto second = ask(client, first + answer);
+    CHECK_FALSE(second.session.empty());
+    CHECK(second.turn == 1);
+    CHECK(second.pause >= 100ms);
+    const auto third = ask(other, first + answer + answer); // over another connection
+    CHECK(third.session == second.session);
+    CHECK(third.turn == 2);
+    // A short one is not worth keeping others back.
+    ask(client, hi);
+    CHECK(ask(client, std::string(hi) + answer).session.empty());
+    CHECK(rig.gateway.stats().continued == 3);
+    CHECK(begun.client == third.client);
+    CHECK(ask(other, hi, "Authorization: Bearer another\r\n").client != begun.client);
+}
+
 TEST_CASE("the same Idempotency-Key is the same request, while its client is there, too") {
     Rig rig;
     auto& first = rig.connect();

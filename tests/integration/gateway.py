@@ -33,11 +33,15 @@ TOOL_TEXT, *TOOLS = ANSWERS["tools"][0]
 class Upstream(BaseHTTPRequestHandler):
     """An OpenAI server that answers the question "tools" with two calls, "hold" with nothing until
     the client goes, "flood" with as much as is read, "slow..." after a while, which lasts until there
-    are `together` of them, and /tokenize with what it was asked."""
+    are `together` of them, "gate..." once the gate is open, "busy" at the third time, and /tokenize with
+    what it was asked."""
     protocol_version = "HTTP/1.1"
-    asked, left, flooded, no_models = [], threading.Event(), 0, False
+    asked, left, gate, flooded, no_models = [], threading.Event(), threading.Event(), 0, False
     numbers = itertools.count(1)
     slow, most, together, changed = 0, 0, 1, threading.Condition()
+    SCORED = [{"index": 0, "text": "ab c", "finish_reason": "length", "logprobs": {
+        "tokens": ["a", "b", " c", "d"], "token_logprobs": [None, -1.25, -2.5, -0.125], "text_offset": [0, 1, 2, 4],
+        "top_logprobs": [None, {"b": -1.25}, {" x": -0.5, " c": -2.5}, {"d": -0.125}]}}]
 
     def log_message(self, *_):
         pass
@@ -84,6 +88,8 @@ class Upstream(BaseHTTPRequestHandler):
                            "authorization": self.headers["Authorization"]})
         if self.path == "/tokenize":
             return self.answer(200, {"tokens": [1, 2]})
+        if self.path == "/v1/completions":
+            return self.answer(200, {"id": "cmpl-1", "object": "text_completion", "choices": self.SCORED})
         if "messages" not in body:
             return self.other()
         question = body["messages"][-1]["content"]
@@ -114,6 +120,13 @@ class Upstream(BaseHTTPRequestHandler):
         calls = [{"id": f"call_{i}", "type": "function", "function": {
             "name": name, "arguments": arguments}}
             for i, (name, arguments) in enumerate([("get_weather", '{"city": "Zürich"}'), ("now", "")])]
+        if question == "busy" and sum(it["text"] == text for it in self.asked) < 3:
+            self.send_response(503)
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        if question.startswith("gate"):
+            self.gate.wait(LONG)
         if question.startswith("slow"):  # another answer each time
             self.be_slow()
             text = f"answer {next(self.numbers)} to {question}"
@@ -220,6 +233,7 @@ class Gateway(unittest.TestCase):
         self.dir = Path(folder.name)
         Upstream.asked.clear()
         Upstream.left.clear()
+        Upstream.gate.clear()
         Upstream.flooded = Upstream.most = 0
         Upstream.together = 1
         server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
@@ -378,6 +392,19 @@ class Gateway(unittest.TestCase):
         self.assertIn('"zzz": null', got["text"])
         self.assertEqual(got["body"]["model"], "x")
 
+    def test_a_scored_prompt_comes_back_as_the_server_scored_it(self):
+        self.start(*self.openai)
+        body = {"model": "m", "prompt": [[97, 98, 99]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234,
+                "echo": True}  # as lm_eval asks for log-likelihoods
+        status, text, _ = self.ask("/v1/completions", body)
+        self.assertEqual(status, 200, text)
+        answer = json.loads(text)
+        self.assertEqual(answer["choices"], Upstream.SCORED)
+        self.assertIsInstance(answer["usage"]["total_tokens"], int)
+        asked = Upstream.asked[-1]["body"]
+        self.assertEqual({key: asked.get(key) for key in body}, body)
+        self.assertFalse(asked.get("stream"))  # of a stream some servers leave log probabilities out
+
     def test_what_is_no_question_to_a_model_is_passed_on(self):
         self.start(*self.openai)
         status, text, _ = self.ask("/tokenize", {"prompt": "hi", "add_special_tokens": False})
@@ -491,6 +518,52 @@ class Gateway(unittest.TestCase):
             if "SANITIZED" not in os.environ:
                 self.assertLess(growth, 40)
         self.assertTrue(Upstream.left.wait(LONG))
+
+    # Several clients
+
+    def metric(self, name):
+        row, = (it for it in self.ask("/metrics")[1].splitlines() if it.startswith(f"evalrt_{name} "))
+        return int(row.split()[1])
+
+    def test_a_client_with_much_to_ask_does_not_keep_another_waiting(self):
+        self.start(*self.openai, "--max-in-flight", 1)
+        self.addCleanup(Upstream.gate.set)
+        threads = []
+
+        def ask(question, key):
+            def run():
+                answers.append(self.ask("/v1/chat/completions", self.chat(question),
+                                        Authorization=f"Bearer {key}")[0])
+            threads.append(threading.Thread(target=run, daemon=True))
+            threads[-1].start()
+
+        answers = []
+        for n in range(60):
+            ask(f"gate {n}", "one")
+        until(lambda: self.metric("queued") == 59)
+        ask("gate of another", "two")
+        until(lambda: self.metric("queued") == 60)
+        Upstream.gate.set()
+        for thread in threads:
+            thread.join(LONG)
+        self.assertEqual(answers, [200] * 61)
+        order = [it["body"]["messages"][0]["content"] for it in Upstream.asked if "messages" in it["body"]]
+        self.assertLess([it for it in order if it.startswith("gate")].index("gate of another"), 12)
+
+    def test_conversations_are_recognised_by_their_growing_history(self):
+        self.start(*self.openai)
+        for question in ("text", "tools"):
+            messages = [{"role": "user", "content": question}]
+            for _ in range(3):
+                answer = json.loads(self.ask("/v1/chat/completions", {"messages": messages})[1])
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": question}]
+        messages = [{"role": "user", "content": "text"}]
+        for stream in (True, False):
+            status, text, _ = self.ask("/v1/messages", {"max_tokens": 9, "messages": messages, "stream": stream})
+            self.assertEqual(status, 200)
+            messages += [{"role": "assistant", "content": [{"type": "text", "text": TEXT}]},
+                         {"role": "user", "content": "and?"}]
+        self.assertEqual(self.metric("continued_total"), 2 + 2 + 1)
 
     # Its own affairs
 
@@ -840,6 +913,26 @@ time.sleep(600)
         self.assertIn("/v1", out)
         rows = subprocess.run(["ps", "-axo", "command="], capture_output=True, text=True).stdout
         self.assertNotIn(model, rows)
+
+    def test_overload_and_a_server_that_dies_are_not_the_client_s_affair(self):
+        self.start(*self.openai)
+        self.assertEqual(self.ask("/v1/chat/completions", self.chat("busy"))[0], 200)
+        self.assertEqual(sum(it["body"]["messages"][0]["content"] == "busy" for it in Upstream.asked
+                             if "messages" in it["body"]), 3)
+        script = """
+import json, os, urllib.request
+body = {"messages": [{"role": "user", "content": "die once"}]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+                                 json.dumps(body).encode(), {"Content-Type": "application/json"})
+print(urllib.request.urlopen(request).status)
+"""
+        process = self.popen(["--backend", "mlx-server", "--executable", SUPPORT / "fake_openai.py", "--model", "m",
+                              "--json", "s", "--", sys.executable, "-c", script],
+                             env={"FAKE_OPENAI_LOG": str(self.dir / "log")})
+        out, err = process.communicate(timeout=LONG)
+        self.assertEqual((process.returncode, out), (0, "200\n"), err)
+        summary = json.loads((self.dir / "s").read_text())
+        self.assertEqual((summary["answered"], summary["failed"], summary["server_restarts"]), (1, 0, 1))
 
     def test_a_server_that_is_not_there_is_said_and_the_child_not_run(self):
         with socket.socket() as probe:

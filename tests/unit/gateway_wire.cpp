@@ -330,6 +330,20 @@ TEST_CASE("Expect, retries and the client's patience are read") {
     CHECK(status(post({{"Expect", "something"}})) == 417);
 }
 
+TEST_CASE("clients are told apart by key, program and the name that they give themselves") {
+    const auto client = [](std::vector<Field> fields) {
+        return read_call(post(std::move(fields)), door()).client;
+    };
+    const auto nobody = client({});
+    CHECK(client({}) == nobody);
+    for (const auto name : {"Authorization", "x-api-key", "User-Agent", "X-Evalrt-Client"}) {
+        CHECK(client({{name, "a"}}) != nobody);
+        CHECK(client({{name, "a"}}) != client({{name, "b"}}));
+        CHECK(client({{name, "a"}, {"Idempotency-Key", "1"}}) == client({{name, "a"}}));
+    }
+    CHECK(client({{"Authorization", "a"}}) != client({{"x-api-key", "a"}}));
+}
+
 TEST_CASE("the body goes on as it came, but for the stream") {
     const std::string same = R"({ "messages":[{"role":"user","content":"\u00e9"}],"x":{"y":1.0}})";
     CHECK(asked(same).body.view() == same);
@@ -617,11 +631,13 @@ TEST_CASE("the metrics are one line each, with what they mean") {
     GatewayStats stats;
     stats.requests = 7;
     stats.open = 5;
+    stats.continued = 4;
     stats.failed[std::size_t(Errc::timed_out) - 1] = 2;
     const auto text = metrics_text(stats, 3);
-    for (const auto line : {"\nevalrt_requests_total 7\n", "\nevalrt_in_flight 3\n",
-                            "\nevalrt_queued 2\n", "\nevalrt_failed_total{class=\"timed_out\"} 2\n",
-                            "\n# TYPE evalrt_cached_tokens_total counter\n"})
+    for (const auto line :
+         {"\nevalrt_requests_total 7\n", "\nevalrt_in_flight 3\n", "\nevalrt_continued_total 4\n",
+          "\nevalrt_queued 2\n", "\nevalrt_failed_total{class=\"timed_out\"} 2\n",
+          "\n# TYPE evalrt_cached_tokens_total counter\n"})
         CHECK(text.find(line) != text.npos);
     CHECK(metrics_text(stats, {}).find("evalrt_open 5\n") != std::string::npos);
     CHECK(metrics_text(stats, 9).find("evalrt_queued 0\n") != std::string::npos);

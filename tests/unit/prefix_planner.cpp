@@ -3,6 +3,8 @@
 #include "support/catch.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <random>
@@ -11,6 +13,7 @@ using namespace std::chrono_literals;
 using evalrt::FifoPlanner;
 using evalrt::Pick;
 using evalrt::PrefixPlanner;
+using evalrt::Prompt;
 using evalrt::RadixPlanner;
 using evalrt::Release;
 using evalrt::RequestId;
@@ -1074,4 +1077,164 @@ TEST_CASE("a session's growth has its place in the server's cache before it begi
     planner.progressed(20, Step::done, start);
     planner.progressed(11, Step::done, start);
     CHECK(burst(planner) == Ids{21, 30});
+}
+
+namespace {
+
+void add_for(PrefixPlanner& planner, std::uint32_t client, RequestId id, const std::string& text) {
+    Prompt prompt{"d", {text}, 10};
+    prompt.client = client;
+    planner.add(id, prompt);
+}
+
+// Whose requests go, one at a time.
+std::string drain_clients(PrefixPlanner& planner, const std::map<RequestId, std::uint32_t>& whose) {
+    std::string order;
+    for (const auto id : drain(planner)) order += char('0' + whose.at(id));
+    return order;
+}
+
+} // namespace
+
+TEST_CASE("who has one request waits for one turn of who has a thousand") {
+    RadixPlanner planner;
+    for (RequestId id = 1; id <= 1000; ++id)
+        add_for(planner, 1, id, spell("AAAA") + std::to_string(id));
+    for (int i = 0; i < 100; ++i) planner.progressed(planner.next(start)->id, Step::done, start);
+    add_for(planner, 2, 2000, spell("B"));
+    add_for(planner, 3, 3000, spell("C"));
+    const auto order = drain(planner);
+    const auto place = [&](RequestId id) {
+        return std::find(order.begin(), order.end(), id) - order.begin();
+    };
+    CHECK(place(2000) <= 9);
+    CHECK(place(3000) <= 9);
+    CHECK(order.size() == 902);
+}
+
+TEST_CASE("clients go by turns, each in the order of its prefixes") {
+    RadixPlanner planner;
+    std::map<RequestId, std::uint32_t> whose;
+    // Of both, ten of each of four prefixes, mixed; one prefix they share.
+    RequestId last = 0;
+    for (int i = 0; i < 10; ++i)
+        for (const char group : {'A', 'B', 'C', 'D'})
+            for (const std::uint32_t client : {1, 2}) {
+                const char whose_own = group == 'D' ? 'x' : char('0' + client);
+                whose[++last] = client;
+                add_for(planner, client, last,
+                        std::string(300, group) + whose_own + std::string(300, group) +
+                            std::to_string(last));
+            }
+    const auto order = drain(planner);
+    REQUIRE(order.size() == 80);
+    std::array<int, 3> served{}, changes{};
+    std::array<char, 3> group{};
+    for (const auto id : order) {
+        const auto client = whose.at(id);
+        ++served[client];
+        CHECK(std::abs(served[1] - served[2]) <= 8); // while both have something: to the end
+        const char now = "ABCD"[(id - 1) / 2 % 4];
+        changes[client] += std::exchange(group[client], now) != now;
+    }
+    CHECK(changes[1] <= 5); // four groups; the last may come in two parts
+    CHECK(changes[2] <= 5);
+}
+
+TEST_CASE("a client that comes back has not saved up turns, and one alone has no turns") {
+    RadixPlanner planner;
+    std::map<RequestId, std::uint32_t> whose;
+    const auto add_some = [&](std::uint32_t client, RequestId from, int count) {
+        for (int i = 0; i < count; ++i) {
+            whose[from + RequestId(i)] = client;
+            add_for(planner, client, from + RequestId(i), spell("AAAA") + char('a' + client));
+        }
+    };
+    add_some(1, 1, 50);
+    CHECK(drain_clients(planner, whose) == std::string(50, '1'));
+    add_some(2, 100, 30);
+    add_some(1, 200, 30);
+    const auto order = drain_clients(planner, whose);
+    CHECK(std::count(order.begin(), order.begin() + 32, '1') >= 12);
+    CHECK(std::count(order.begin(), order.begin() + 32, '1') <= 20);
+}
+
+TEST_CASE("a turn whose requests wait for a leader is not waited for") {
+    RadixPlanner planner;
+    add_for(planner, 2, 1, spell("AAAAAAAA") + "1");
+    add_for(planner, 2, 2, spell("AAAAAAAA") + "2");
+    for (RequestId id = 10; id < 13; ++id) add_for(planner, 1, id, spell("B") + std::to_string(id));
+    CHECK(burst(planner).size() == 4);
+    CHECK(planner.holds() == "leader");
+}
+
+namespace {
+
+void add_open(PrefixPlanner& planner, RequestId id, const std::string& session, int turn,
+              const std::string& text, std::chrono::milliseconds pause = 2s) {
+    Prompt prompt{"d", {text}, 10, session, turn};
+    prompt.pause = pause;
+    planner.add(id, prompt);
+}
+
+} // namespace
+
+TEST_CASE("a session whose end is not known keeps its place between its turns") {
+    Options options;
+    options.sessions = 2;
+    options.release = Release::at_once;
+    RadixPlanner planner(options);
+    add_open(planner, 1, "a", 1, spell("Aa"));
+    add_open(planner, 2, "b", 1, spell("Bb"));
+    add_open(planner, 3, "c", 1, spell("Cc"));
+    CHECK(burst(planner) == Ids{1, 2});
+    CHECK(planner.holds() == "sessions");
+    planner.progressed(1, Step::done, start);
+    CHECK(burst(planner, start + 1s).empty()); // a is expected back
+    CHECK(planner.holds() == "sessions");
+    CHECK(planner.wake() == start + 2s);
+    add_open(planner, 4, "a", 2, spell("AaDd"));
+    CHECK(burst(planner, start + 1s) == Ids{4});
+    planner.progressed(4, Step::done, start + 3s);
+    CHECK(burst(planner, start + 4s).empty());
+    CHECK(burst(planner, start + 5s) == Ids{3}); // a has not come
+    add_open(planner, 5, "a", 3, spell("AaDdEe"));
+    CHECK(burst(planner, start + 6s).empty());       // now it waits for a place itself
+    planner.progressed(3, Step::failed, start + 7s); // which a failure leaves at once
+    CHECK(burst(planner, start + 7s) == Ids{5});
+}
+
+TEST_CASE("sessions that are all silent give their places to those that wait") {
+    Options options;
+    options.sessions = 2;
+    RadixPlanner planner(options);
+    add_open(planner, 1, "a", 1, spell("Aa"));
+    add_open(planner, 2, "b", 1, spell("Bb"));
+    CHECK(burst(planner) == Ids{1, 2});
+    add_open(planner, 3, "of a's user", 1, spell("Cc"));
+    add_open(planner, 4, "of b's user", 1, spell("Dd"));
+    planner.progressed(1, Step::done, start);
+    CHECK(burst(planner).empty());
+    planner.progressed(2, Step::done, start);
+    CHECK(burst(planner) == Ids{3, 4});
+    add_open(planner, 5, "a", 2, spell("AaDd")); // as any other
+    CHECK(burst(planner).empty());
+    planner.progressed(3, Step::done, start);
+    CHECK(burst(planner, start + 2s) == Ids{5});
+}
+
+TEST_CASE("between its turns such a session has its place in the server's cache") {
+    Options options;
+    options.release = Release::at_once;
+    options.cache_bytes = 14000;
+    RadixPlanner planner(options);
+    add_open(planner, 1, "a", 1, std::string(4000, 'a'));
+    add(planner, 2, std::string(500, 'b'), 1);
+    CHECK(burst(planner) == Ids{1, 2});
+    planner.progressed(1, Step::done, start);
+    add(planner, 3, std::string(4000, 'c'), 1);
+    CHECK(burst(planner, start + 1s).empty()); // with what a has, and will have, it is too much
+    CHECK(planner.holds() == "memory");
+    CHECK(planner.wake() == start + 2s);
+    CHECK(burst(planner, start + 2s) == Ids{3});
 }

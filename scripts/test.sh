@@ -136,7 +136,8 @@ if wanted real; then
         --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" || failed+=("real: gateway_clients")
     if [ $full = yes ]; then
         harness_test sequential "$(command -v python3)"
-        for name in lm_eval inspect litellm; do
+        harness_test agents "$clients/bin/python"
+        for name in bfcl lm_eval inspect litellm; do
             if folder=$(make_venv_for "$name-client" "$ROOT/tests/real/${name}_client.py"); then
                 harness_test $name "$folder/bin/python"
             else
@@ -166,6 +167,13 @@ if wanted real; then
         setup_vllm
         python3 "$ROOT/tests/real/vllm_server.py" --evalrt "$(build_dir release)/bin/evalrt" \
             --vllm "$VLLM" --model "$VLLM_MODEL" || failed+=("real: vllm_server")
+        if folder=$(make_venv_for lm_eval-client "$ROOT/tests/real/lm_eval_client.py"); then
+            "$folder/bin/python" "$ROOT/tests/real/lm_eval_client.py" --evalrt "$(build_dir release)/bin/evalrt" \
+                --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" --vllm "$VLLM" --vllm-model "$VLLM_MODEL" \
+                LmEval.test_log_likelihoods_are_those_of_vllm || failed+=("real: lm_eval on vLLM")
+        else
+            skip "real: lm_eval on vLLM" "its packages cannot be installed"
+        fi
     else
         skip "real: vLLM" "3.5 GB of packages; EVALRT_TEST_VLLM=1 runs it"
     fi

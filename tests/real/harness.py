@@ -32,29 +32,35 @@ def read_arguments(packages=()):
     parser = argparse.ArgumentParser()
     for name in ("--evalrt", "--server", "--model"):
         parser.add_argument(name, required=True)
-    parser.add_argument("--data", help="bfcl_eval's rows")
+    parser.add_argument("--rows", type=int, help="how many")
+    for name in ("--vllm", "--vllm-model"):
+        parser.add_argument(name)
     args, rest = parser.parse_known_args()
     return args, [sys.argv[0], *rest]
 
 
-@contextlib.contextmanager
 def server(args, model, options=(), cwd=None):
     """A fresh one, ready. Its address, without /v1."""
+    return started([args.server, "--model", model, *options], cwd)
+
+
+@contextlib.contextmanager
+def started(command, cwd=None, patience=120, **env):
     port = free_port()
-    process = subprocess.Popen([args.server, "--model", model, "--port", str(port), *options],
+    process = subprocess.Popen([*command, "--port", str(port)], env=os.environ | env,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                start_new_session=True, cwd=cwd)
     try:
         url = f"http://127.0.0.1:{port}"
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
-        for tries in range(600):
+        for tries in range(patience * 5):
             try:
                 urllib.request.urlopen(urllib.request.Request(
                     url + "/v1/chat/completions", body.encode(),
                     {"Content-Type": "application/json"}), timeout=120).read()
                 break
             except OSError:
-                if process.poll() is not None or tries == 599:
+                if process.poll() is not None or tries == patience * 5 - 1:
                     raise
                 time.sleep(0.2)
         yield url
@@ -72,7 +78,7 @@ class Run:
 
 
 def run(command, folder, env, timeout=1500):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     begun = time.monotonic()
     done = subprocess.run(list(map(str, command)), cwd=folder, env=env, capture_output=True, text=True,
                           timeout=timeout)

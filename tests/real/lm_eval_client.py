@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """lm_eval through `evalrt gateway`, on a task of its own: answers and score are those that it gets
-from the server directly; log-likelihoods, which the server does not have, end with a clear error.
+from the server directly; log-likelihoods, which the server does not have, end with a clear error, and
+are scored in front of vLLM, which has them.
 
-    lm_eval_client.py --evalrt PROGRAM --server PROGRAM --model FOLDER
+    lm_eval_client.py --evalrt PROGRAM --server PROGRAM --model FOLDER [--vllm PROGRAM --vllm-model FOLDER]
 """
 
-PACKAGES = ["lm_eval[api]==0.4.13", "transformers"]  # for a tokenizer
+PACKAGES = ["lm_eval[api]==0.4.13", "transformers==5.24.0"]  # for a tokenizer
 
 import harness
 
@@ -59,13 +60,13 @@ class LmEval(unittest.TestCase):
                 "--model", model, "--tasks", task, "--include_path", self.folder / "tasks",
                 "--output_path", "out", "--log_samples", *more]
 
-    def read(self, done):
+    def read(self, done, task="local_sums", metric="exact_match"):
         self.assertEqual(done.code, 0, done.err)
         results, = done.folder.glob("out/**/results_*.json")
         samples, = done.folder.glob("out/**/samples_*.jsonl")
         rows = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda it: it["doc_id"])
-        score = json.loads(results.read_text())["results"]["local_sums"]["exact_match,none"]
-        return [row["resps"][0][0] for row in rows], score
+        score = json.loads(results.read_text())["results"][task][f"{metric},none"]
+        return [row["resps"] if metric == "acc" else row["resps"][0][0] for row in rows], score
 
     def test_generation(self):
         def command(at_once):
@@ -93,6 +94,30 @@ class LmEval(unittest.TestCase):
         self.assertRegex(done.out + done.err, "(?i)logprobs|echo")
         self.assertEqual(done.summary["answered"], 0)
         self.assertLess(done.wall, 120)
+
+    @unittest.skipUnless(args.vllm, "it is in front of vLLM")
+    def test_log_likelihoods_are_those_of_vllm(self):
+        command = self.command("local_choices", "local-completions", "/completions", 16)
+        command[2] = command[2].replace("tokenized_requests=False",
+                                        f"tokenized_requests=False,tokenizer={args.vllm_model}")
+        command[2] = command[2].replace("default_model", "smol")
+        env = harness.CLEAN | {"HF_HOME": str(self.folder / "cache")}
+        vllm = [args.vllm, "serve", args.vllm_model, "--served-model-name", "smol", "--host", "127.0.0.1",
+                "--max-model-len", "2048", "--max-num-seqs", "32"]
+        with harness.started(vllm, patience=900, VLLM_CPU_KVCACHE_SPACE="2", HF_HUB_OFFLINE="1") as url:
+            direct = harness.run(command, self.folder / "direct",
+                                 env | {"OPENAI_BASE_URL": url + "/v1", "OPENAI_API_KEY": "none"})
+            gateway = harness.run([args.evalrt, "gateway", "--backend", "openai-url", "--url", url + "/v1", "--",
+                                   *command], self.folder / "gateway", env)
+        (before, score), (after, batched) = (self.read(it, "local_choices", "acc") for it in (direct, gateway))
+        harness.compare("lm_eval, log-likelihoods", before, after, direct, gateway)
+        print(f"scores {score:.3f} and {batched:.3f}", file=sys.stderr)
+        self.assertEqual(len(after), len(ROWS))
+        for pair in zip(before, after):
+            for one, other in zip(*pair):  # [[log-likelihood, greedy]], as text
+                self.assertAlmostEqual(float(one[0][0]), float(other[0][0]), delta=0.2)  # bfloat16, batched
+        self.assertAlmostEqual(score, batched, delta=0.07)  # one near tie
+        self.assertIn(f"{2 * len(ROWS)} answered, 0 failed", gateway.err)
 
 
 if __name__ == "__main__":

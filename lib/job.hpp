@@ -90,8 +90,8 @@ struct JobPromise {
         bool await_ready() noexcept { return false; }
         template <class Promise>
         std::coroutine_handle<> await_suspend(std::coroutine_handle<Promise> ended) noexcept {
-            const auto then = ended.promise().then;
-            return then ? then : std::noop_coroutine();
+            const auto waits = ended.promise().then;
+            return waits ? waits : std::noop_coroutine();
         }
         void await_resume() noexcept {}
     };

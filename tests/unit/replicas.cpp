@@ -284,9 +284,10 @@ TEST_CASE(
                 REQUIRE(pick->server < servers);
                 REQUIRE_FALSE(world.shut.contains(pick->server));
                 if (const auto& name = session[pick->id]; !name.empty()) {
-                    const auto now = std::pair(pick->server, deaths[pick->server]);
+                    const auto now = std::pair(pick->server, deaths[pick->server] -
+                                                                 !world.planner.up(pick->server));
                     const auto [last, fresh] = at.emplace(name, now);
-                    // Elsewhere only if its server has failed since.
+                    // Elsewhere only if its server has failed since, or was only tried with it.
                     if (!fresh && last->second.first != pick->server)
                         REQUIRE(deaths[last->second.first] > last->second.second);
                     last->second = now;

@@ -227,7 +227,7 @@ struct Life {
             below(random, 5) == 0 ? now + std::chrono::seconds(below(random, 30)) : never;
         std::string text(std::array{0u, 100u, 300u}[below(random, 3)], char('a' + last % 2));
         text += std::string(below(random, 100), char('c' + last));
-        if (model) model->items[last] = {Model::waiting, text.size(), deadline, never, false, {}};
+        if (model) model->items[last] = {Model::waiting, text.size(), deadline, never, {}};
         if (model) model->queue.push_back(last);
         queue.submit(last, std::move(text), deadline);
     }

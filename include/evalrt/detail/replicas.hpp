@@ -120,8 +120,11 @@ public:
 
     /// It has answered something, whatever that was.
     void alive(std::size_t server) {
+        const bool first = !any_up(); // what the others kept for want of another server goes to it
         servers_[server].failures = 0;
         servers_[server].since = Point{};
+        for (std::size_t i = 0; first && i < servers_.size(); ++i)
+            if (i != server) hand_over(i);
     }
 
     /// A connection to it could not be made, or broke.
@@ -205,7 +208,7 @@ private:
             const auto server = item.session   ? item.session->server
                                 : item.planned ? item.server
                                                : none;
-            if (server != none && up(server))
+            if (server != none && (up(server) || !any_up()))
                 known.emplace_back(server, id);
             else
                 ids.push_back(id);
@@ -336,7 +339,27 @@ private:
     // All that waits there goes to the others, in contiguous runs.
     void hand_over(std::size_t from) {
         if (!any_up()) return;
-        const auto ids = last_of(servers_[from], own(servers_[from]), true);
+        auto ids = last_of(servers_[from], own(servers_[from]), true);
+        std::erase_if(ids, [&](RequestId id) { // what goes on elsewhere goes there
+            const auto* session = items_.at(id).session;
+            if (!session || session->server == from || session->server == none ||
+                !up(session->server))
+                return false;
+            queue(id, session->server);
+            ++servers_[session->server].count.stolen;
+            return true;
+        });
+        // Turns that came later stand apart from those before: a conversation is not cut.
+        std::unordered_map<const Session*, std::size_t> first;
+        std::vector<std::pair<std::size_t, RequestId>> places;
+        for (std::size_t i = 0; i < ids.size(); ++i) {
+            const auto* session = items_.at(ids[i]).session;
+            places.emplace_back(session ? first.try_emplace(session, i).first->second : i, ids[i]);
+        }
+        std::stable_sort(places.begin(), places.end(),
+                         [](const auto& a, const auto& b) { return a.first < b.first; });
+        std::transform(places.begin(), places.end(), ids.begin(),
+                       [](const auto& it) { return it.second; });
         std::vector<ShardItem> costs;
         const Session* last = nullptr;
         for (const auto id : ids) {

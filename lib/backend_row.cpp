@@ -82,7 +82,6 @@ const std::array rows{
         .in_flight = 32, // its --decode-concurrency; answers of unlike length keep the batch full
         .release = Release::first_text,
         .shared_tokens = 128,
-        .match_length = true,
         .padding_tokens = 200,
         .leaders = 1,  // of two, the followers of one would push out what the other has filled
         .sessions = 8, // its cache has ten entries, and forgets the oldest

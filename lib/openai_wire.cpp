@@ -531,13 +531,8 @@ Prepared prepare_openai(const Request& request, const BackendRow& row, std::stri
     fix_for(row, list, changes, prepared);
     if (!prepared.error.empty()) return prepared;
 
-    // Streaming shows when the first token comes, that the server still works, and lets a
-    // cancelled request go. But the caller's own choice stands, and some servers leave log
-    // probabilities out of a stream.
-    const auto wants = member(list, "stream");
-    const bool logprobs = has("logprobs") && member(list, "logprobs") != "false";
-    prepared.stream = wants == "true" || (row.streams && !has("stream") && !logprobs);
-    if (prepared.stream && wants != "true") changes.push_back({"stream", "true"});
+    prepared.stream = streamed(list, row);
+    if (prepared.stream && member(list, "stream") != "true") changes.push_back({"stream", "true"});
     const bool messages = request.endpoint.ends_with("/messages"); // always has the usage
     if (prepared.stream && row.stream_usage && !messages && !has("stream_options"))
         changes.push_back({"stream_options", R"({"include_usage": true})"});

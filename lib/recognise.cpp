@@ -397,7 +397,6 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     }
     it.cache_tokens = recognition.cache_tokens.value_or(profile->cache_tokens);
     it.sessions = profile->sessions;
-    it.match_length = profile->match_length;
     it.padding_tokens = profile->padding_tokens;
     it.leaders = profile->leaders;
     it.repack = profile->repack;

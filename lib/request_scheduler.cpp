@@ -28,7 +28,7 @@ RadixPlanner::Options planner_options(const BackendRow& row) {
     RadixPlanner::Options options;
     options.release = row.release;
     options.shared_bytes = row.shared_tokens * 4;
-    options.match_length = row.match_length;
+    options.match_length = row.padding_tokens > 0;
     options.padding_bytes = row.padding_tokens * std::size_t(4);
     options.leaders = row.leaders;
     options.sessions = row.sessions;

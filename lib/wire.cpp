@@ -298,6 +298,13 @@ std::optional<std::string> check_endpoint(std::string_view endpoint) {
     return fmt::format("\"{}\"; known are {}", endpoint, fmt::join(request_endpoints, ", "));
 }
 
+bool streamed(std::span<const Member> body, const BackendRow& row) {
+    const auto stream = member(body, "stream").value_or("null");
+    if (stream != "null") return stream == "true";
+    const auto logprobs = member(body, "logprobs").value_or("null");
+    return row.streams && (logprobs == "null" || logprobs == "false");
+}
+
 Prompt read_prompt(const Request& request, const BackendRow& row) {
     Prompt parts;
     parts.domain = request.endpoint;
@@ -317,8 +324,7 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
             std::strtod(std::string(*temperature).c_str(), nullptr) != 0)
             parts.kind |= 2;
     }
-    const auto stream = member(list, "stream");
-    parts.streamed = stream ? *stream == "true" : row.streams;
+    parts.streamed = streamed(list, row);
     const auto tools = member(list, "tools");
     const auto add = [&](std::optional<std::string_view> text) {
         if (text && *text != "null") parts.segments.push_back(*text);

@@ -141,6 +141,11 @@ std::optional<std::string> check_object(std::string_view text);
 /// JSON: prepare_openai refuses it then, and what was planned for it does not matter.
 Prompt read_prompt(const Request& request, const BackendRow& row);
 
+/// Whether the server is asked to stream its answer to that body. Streaming shows when the first
+/// token comes, that the server still works, and lets a cancelled request go. But the caller's own
+/// choice stands, and some servers leave log probabilities out of a stream.
+bool streamed(std::span<const Member> body, const BackendRow& row);
+
 } // namespace evalrt::detail
 
 #endif

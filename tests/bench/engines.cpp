@@ -62,7 +62,6 @@ int run(std::vector<std::string> arguments) {
         if (name == "refill") row.refill = n;
         if (name == "sessions") row.sessions = n;
         if (name == "cache") row.cache_tokens = n;
-        if (name == "match") row.match_length = n > 0;
         if (name == "shared") row.shared_tokens = n;
         return true;
     });

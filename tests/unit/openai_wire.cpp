@@ -1494,6 +1494,22 @@ TEST_CASE("a prompt's segments come in the order in which the template renders t
     CHECK(read_prompt(Request(), row_of("mlx-server")).segments.empty());
 }
 
+TEST_CASE("whether a prompt's first text will be seen is whether its body goes out streamed") {
+    for (const auto* body : {"{}", R"({"stream":true})", R"({"stream":false})",
+                             R"({"stream":null})", R"({"logprobs":true})", R"({"logprobs":false})",
+                             R"({"logprobs":null})", R"({"logprobs":true,"stream":true})"}) {
+        CAPTURE(body);
+        const auto request = request_of(body);
+        for (const auto* name : {"mlx-server", "openai-url", "tinygpt"}) {
+            const auto row = row_of(name);
+            CHECK(read_prompt(request, row).streamed ==
+                  prepare_openai(request, row, "m", false).stream);
+        }
+    }
+    CHECK(read_prompt(request_of("{}"), row_of("mlx-server")).streamed);
+    CHECK_FALSE(read_prompt(request_of(R"({"logprobs":true})"), row_of("mlx-server")).streamed);
+}
+
 TEST_CASE("a prompt's domain is its endpoint and model, its output the most it asks for") {
     const auto prompt = [](std::string body) {
         return read_prompt(request_of(std::move(body)), row_of("openai-url"));

@@ -834,7 +834,6 @@ TEST_CASE("a row says how its server is to be asked") {
     row.refill = 3;
     row.commit_delay = 30ms;
     row.shared_tokens = 100;
-    row.match_length = true;
     row.padding_tokens = 50;
     row.leaders = 4;
     row.release = evalrt::Release::first_text;

@@ -130,7 +130,7 @@ if [ "$score" = yes ]; then
             rows=$(find "$out/$name" -name "BFCL_v4_${suite}_result.json")
             [ -n "$rows" ] || die "nothing to score: no case of the run '$name' was answered"
             "$score_env/bin/python" "$ROOT/scripts/score_bfcl.py" --data "$BFCL_DATA" --mode prompt \
-                --category "$suite" "$rows" >"$out/score-$name.json"
+                --category "$suite" --report "$out/$name.json" "$rows" >"$out/score-$name.json"
         fi
         scores+=("$out/score-$name.json")
     done

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Scores a result file of a single-turn BFCL category with bfcl_eval's own checker, item by item.
 
-    score_bfcl.py [--data DIR] [--mode auto|prompt|fc] --category CATEGORY RESULT_FILE
+    score_bfcl.py [--data DIR] [--mode auto|prompt|fc] [--report RUN.json] --category CATEGORY RESULT_FILE
     score_bfcl.py --packages
 
 Prints {"correct": n, "total": n, "per_item": {id: true|false|null}, "coverage": {"items": n,
-"answered": n, "failed": n, "no_verdict": n, "not_run": n, "complete": true|false}}. The file may hold any part of
-the category; an item without a row is in neither. null is an item without a verdict: the row tells of
-an error of the run and not of the model, or bfcl_eval's checker gave up; "total" does not count it. The coverage is of the
-whole category: "not_run" are its items that have no row, "failed" those whose row tells of an error.
+"answered": n, "failed": n, "failures": {class: n}, "no_verdict": n, "not_run": n, "complete":
+true|false}}. The file may hold any part of the category; an item without a row is in neither. null is
+an item without a verdict: the row tells of an error of the run and not of the model, or bfcl_eval's
+checker gave up; "total" does not count it. The coverage is of the whole category. evalrt writes no row
+of an item that failed: --report takes what `evalrt bfcl --json` wrote of the run (of this category
+alone), and these count as failed, by class; without it they are among the "not_run", which have no
+row. "error_row" is the class of rows that tell of an error, as bfcl_eval writes them.
 Messages go to stderr. Exit codes: 0 scored, 1 cannot work here, 2 bad usage or input.
 
 As bfcl_eval does it, arithmetic in a model's answer is worked out with Python's eval().
@@ -110,6 +113,19 @@ def read_rows(path):
                 refuse(f"{path}:{number}: no row of a result file: {error!r}")
             say(f"{path}:{number}: left out, it was cut off")
     return rows
+
+
+def read_failures(path):
+    """What failed in a run, by class: these items have no row."""
+    try:
+        failures = json.loads(Path(path).read_text(encoding="utf-8"))["failures"]
+        if all(type(n) is int and n >= 0 for n in failures.values()):
+            return failures
+    except OSError as error:
+        refuse(f"{path}: {error.strerror}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    refuse(f"{path}: no report of a run, as `evalrt bfcl --json FILE` writes it")
 
 
 def no_answer(row):
@@ -214,14 +230,24 @@ def score(args, scratch):
         finally:
             signal.alarm(0)
     verdicts = [one for one in per_item.values() if one is not None]
-    failed = sum(no_answer(row) for row in rows.values())
-    coverage = {"items": len(items), "answered": len(rows) - failed, "failed": failed,
-                "no_verdict": len(rows) - failed - len(verdicts), "not_run": len(items) - len(rows),
+    errors = sum(no_answer(row) for row in rows.values())
+    failures = read_failures(args.report) if args.report else {}
+    not_run = len(items) - len(rows) - sum(failures.values())
+    if not_run < 0:
+        refuse(f"{args.report} tells of {sum(failures.values())} failed, and {args.category} has "
+               f"{len(items) - len(rows)} items without a row: it is of another run")
+    if errors:
+        failures = failures | {"error_row": errors}
+    failed = sum(failures.values())
+    coverage = {"items": len(items), "answered": len(rows) - errors, "failed": failed, "failures": failures,
+                "no_verdict": len(rows) - errors - len(verdicts), "not_run": not_run,
                 "complete": len(verdicts) == len(items)}
     line = f"{sum(verdicts)} of {len(verdicts)} correct"
     if not coverage["complete"]:
-        line += (f", NOT COMPLETE: {coverage['answered']} of {len(items)} answered, {failed} failed, "
-                 f"{coverage['no_verdict']} without a verdict, {coverage['not_run']} not run")
+        classes = ", ".join(f"{n} {name}" for name, n in sorted(failures.items()))
+        line += (f", NOT COMPLETE: {coverage['answered']} of {len(items)} answered, "
+                 f"{failed} failed{f' ({classes})' if classes else ''}, "
+                 f"{coverage['no_verdict']} without a verdict, {not_run} not run")
     say(line)
     return {"correct": sum(verdicts), "total": len(verdicts), "per_item": per_item,
             "coverage": coverage}
@@ -234,6 +260,8 @@ def main():
     parser.add_argument("--data", metavar="DIR", help="bfcl_eval's data; default: the package's own")
     parser.add_argument("--mode", choices=["auto", "prompt", "fc"], default="auto",
                         help="how the answers were asked for; auto: fc if one has tool calls")
+    parser.add_argument("--report", metavar="RUN.json",
+                        help="what `evalrt bfcl --json` wrote of the run: which items failed, by class")
     parser.add_argument("--packages", action="store_true",
                         help="print what this Python's pip has to install, one requirement a line")
     parser.add_argument("result_file", metavar="RESULT_FILE", nargs="?")

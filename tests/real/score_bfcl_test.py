@@ -251,6 +251,23 @@ def check_files(scratch, data):
                   [coverage["items"], coverage["not_run"], coverage["answered"] + coverage["failed"],
                    coverage["complete"]])
             check(what + ": said", True, "NOT COMPLETE: " in done.stderr)
+    # What failed has no row: the run's report tells of it.
+    report = Path(scratch) / "run.json"
+    path.write_text(right)
+    for what, text, expected in [
+            ("report", '{"failures": {"timed_out": 2, "poison": 1}}',
+             [3, {"timed_out": 2, "poison": 1}, 396, "3 failed (1 poison, 2 timed_out), "]),
+            ("report, nothing failed", '{"failures": {}}', [0, {}, 399, " 0 failed, "])]:
+        report.write_text(text)
+        done = run("--category", "simple_python", "--data", data, "--report", report, path)
+        coverage = json.loads(done.stdout or "{}").get("coverage", {})
+        check(what, expected[:3], [coverage.get(key) for key in ("failed", "failures", "not_run")])
+        check(what + ": said", True, expected[3] in done.stderr)
+    for what, text in [("report of more", '{"failures": {"timed_out": 400}}'), ("report, not JSON", "{"),
+                       ("no report", '{"rows": 1}'), ("report, no counts", '{"failures": {"poison": "x"}}')]:
+        report.write_text(text)
+        done = run("--category", "simple_python", "--data", data, "--report", report, path)
+        check(what, [2, "", 1], [done.returncode, done.stdout, done.stderr.count("\n")])
     for what, category, text in [("other category", "multiple", right),
                                  ("no such category", "multi_turn_base", right),
                                  ("not JSON", "simple_python", "{\n" + right),

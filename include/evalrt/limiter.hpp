@@ -22,7 +22,7 @@ struct LimiterOptions {
 /// again now and then. Latency says nothing here: it grows with the batch by design, and local
 /// servers queue instead of refusing. A server that refuses gets three quarters, and then one more
 /// a round, up to what it refused. Where each arrival and departure costs a copy of the batch
-/// (repack), short answers get a narrower one: sqrt(repack * tokens of a mean answer).
+/// (repack), short answers get a narrower one: sqrt(repack * tokens of a mean answer), down to 16.
 ///
 /// Deterministic given its calls. No clock: time is passed in and never goes backwards.
 class Limiter {
@@ -104,7 +104,8 @@ private:
     static constexpr double elastic = 0.2;  // d ln(rate) / d ln(limit) that is worth doubling for
     static constexpr double worthwhile = 1.03;
     static constexpr double prior = 4;
-    static constexpr unsigned narrowest = 8;
+    // Measured on mlx_lm.server, answers of 9 tokens: 8 at once 55 s, 13 46 s, 16 41 s.
+    static constexpr unsigned narrowest = 16;
 
     enum class Phase { settling, measuring };
 

@@ -120,7 +120,7 @@ TEST_CASE("where the batch is packed anew for each answer, short ones get a narr
     };
     CHECK(limit(96, 0, 0) == 25); // taken for 32 tokens
     CHECK(limit(256, 0, 0) == 32);
-    CHECK(limit(1, 0, 0) == 8);
+    CHECK(limit(1, 0, 0) == 16); // no narrower
     CHECK(limit(2048, 32, 4) == 32); // they still count for little
     CHECK(limit(2048, 32, 10000) == 25);
     CHECK(limit(96, 96, 1000) == 32);

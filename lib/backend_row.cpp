@@ -69,6 +69,8 @@ const std::array rows{
         .command = {"mlx_lm.server", "--model", "{model}", "--host", "127.0.0.1", "--port",
                     "{port}"},
         .in_flight_flag = "--decode-concurrency",
+        .cache_prompts_flag = "--prompt-cache-size",
+        .cache_bytes_flag = "--prompt-cache-bytes",
         .served_model = "default_model",
         .drop_seed_at_zero = true,
         .drop_nulls = true,
@@ -84,7 +86,7 @@ const std::array rows{
         .shared_tokens = 128,
         .padding_tokens = 200,
         .leaders = 1,  // of two, the followers of one would push out what the other has filled
-        .sessions = 8, // its cache has ten entries, and forgets the oldest
+        .sessions = 8, // its cache has ten entries by itself, and forgets the oldest
         .repack = 19,  // measured: 24 at once is best with 32-token answers, 32 with 170 and more
         .refill = 8,   // each arrival makes it pack its whole batch anew
         .remark = "a seed at temperature 0 is dropped: with one it does not batch",

@@ -5,6 +5,7 @@
 #include "evalrt/detail/retry.hpp"
 #include "evalrt/probe.hpp"
 #include "json_text.hpp"
+#include "prompt_cache.hpp"
 #include "recognise.hpp"
 #include "replica_backend.hpp"
 #include "wire.hpp"
@@ -137,6 +138,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         for (const auto& it : options.replicas) parse_url(it);
         own_in_flight = row.in_flight;
         fix_in_flight();
+        if (starts && !row.cache_prompts_flag.empty()) size_cache();
         // The name of a folder that we have not chosen is not known.
         if (!starts && row.served_model.find('{') != std::string::npos) row.served_model.clear();
         model = row.served_model.empty() ? options.model : filled_in(row.served_model);
@@ -170,6 +172,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             it.argv.push_back(row.in_flight_flag);
             it.argv.push_back(std::to_string(row.in_flight));
         }
+        it.argv.insert(it.argv.end(), cache_arguments.begin(), cache_arguments.end());
         if (!options.executable.empty()) it.argv.front() = options.executable;
         it.argv.insert(it.argv.end(), options.server_args.begin(), options.server_args.end());
         return it;
@@ -188,6 +191,23 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         it.max_tokens = options.max_tokens;
         it.limits = options.limits;
         return it;
+    }
+
+    // Conversations that wait between their turns each keep an entry of the server's cache.
+    void size_cache() {
+        const auto& given = options.server_args;
+        auto prompts = detail::number_given(given, row.cache_prompts_flag);
+        const auto bytes = detail::number_given(given, row.cache_bytes_flag);
+        if (prompts < 0 && bytes < 0) {
+            const auto cache = detail::prompt_cache(options.model);
+            if (cache.bytes == 0) return;
+            prompts = 64;
+            row.cache_tokens = cache.tokens;
+            cache_arguments = {row.cache_prompts_flag, std::to_string(prompts),
+                               row.cache_bytes_flag, std::to_string(cache.bytes)};
+        }
+        // Two are for what is being put in.
+        if (prompts >= 0) row.sessions = unsigned(std::clamp<std::int64_t>(prompts - 2, 1, 4096));
     }
 
     void fix_in_flight() {
@@ -597,7 +617,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     BackendRow row;
     bool starts = false;
     bool closing = false;
-    unsigned own_in_flight = 0; // the row's
+    unsigned own_in_flight = 0;               // the row's
+    std::vector<std::string> cache_arguments; // for the server
     std::string url, model, version;
     std::string output;               // of the server before it ended the last time
     unsigned restarts = 0;            // of the server

@@ -69,8 +69,7 @@ const std::array rows{
         .command = {"mlx_lm.server", "--model", "{model}", "--host", "127.0.0.1", "--port",
                     "{port}"},
         .in_flight_flag = "--decode-concurrency",
-        .cache_prompts_flag = "--prompt-cache-size",
-        .cache_bytes_flag = "--prompt-cache-bytes",
+        .cache_flag = "--prompt-cache-size",
         .served_model = "default_model",
         .drop_seed_at_zero = true,
         .drop_nulls = true,
@@ -85,10 +84,12 @@ const std::array rows{
         .release = Release::first_text,
         .shared_tokens = 128,
         .padding_tokens = 200,
-        .leaders = 1,  // of two, the followers of one would push out what the other has filled
-        .sessions = 8, // its cache has ten entries by itself, and forgets the oldest
-        .repack = 19,  // measured: 24 at once is best with 32-token answers, 32 with 170 and more
-        .refill = 8,   // each arrival makes it pack its whole batch anew
+        .leaders = 1, // of two, the followers of one would push out what the other has filled
+        // Its cache has ten entries, and forgets the oldest. An entry keeps the memory of the whole
+        // batch that it was in: more of them are the user's to ask for.
+        .sessions = 8,
+        .repack = 19, // measured: 24 at once is best with 32-token answers, 32 with 170 and more
+        .refill = 8,  // each arrival makes it pack its whole batch anew
         .remark = "a seed at temperature 0 is dropped: with one it does not batch",
     },
     BackendRow{
@@ -175,7 +176,8 @@ const std::array profiles{
         .backlog = 1024, // axum's
         .remark = "the row of its servers, for all of them; several are filled side by side",
     },
-    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more. Which
+    // https://platform.openai.com/docs/guides/prompt-caching: prompts of 1,024 tokens and more.
+    // Which
     // of its machines answers depends on the first 256 tokens or so and on the prompt_cache_key.
     BackendRow{
         .name = "openai",

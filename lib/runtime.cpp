@@ -5,7 +5,6 @@
 #include "evalrt/detail/retry.hpp"
 #include "evalrt/probe.hpp"
 #include "json_text.hpp"
-#include "prompt_cache.hpp"
 #include "recognise.hpp"
 #include "replica_backend.hpp"
 #include "wire.hpp"
@@ -23,6 +22,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <stdexcept>
@@ -84,6 +84,25 @@ bool names(const BackendRow& row, std::string_view word) {
                        [&](const auto& entry) { return has(entry.second); });
 }
 
+// The number that the arguments give to an option, "--flag N" or "--flag=N"; the last counts.
+std::optional<unsigned> number_given(std::span<const std::string> arguments,
+                                     std::string_view flag) {
+    std::optional<unsigned> found;
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+        std::string_view it = arguments[i];
+        if (!it.starts_with(flag)) continue;
+        it.remove_prefix(flag.size());
+        if (it.empty() && i + 1 < arguments.size())
+            it = arguments[i + 1];
+        else if (it.starts_with('='))
+            it.remove_prefix(1);
+        unsigned number = 0;
+        const auto end = it.data() + it.size();
+        if (std::from_chars(it.data(), end, number).ptr == end && !it.empty()) found = number;
+    }
+    return found;
+}
+
 // What a constructor on the way has thrown.
 Failure as_failure(std::exception_ptr error) {
     try {
@@ -138,7 +157,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         for (const auto& it : options.replicas) parse_url(it);
         own_in_flight = row.in_flight;
         fix_in_flight();
-        if (starts && !row.cache_prompts_flag.empty()) size_cache();
+        // Two are for what is being put in.
+        if (starts && !row.cache_flag.empty())
+            if (const auto prompts = number_given(options.server_args, row.cache_flag))
+                row.sessions = std::max(*prompts, 3U) - 2;
         // The name of a folder that we have not chosen is not known.
         if (!starts && row.served_model.find('{') != std::string::npos) row.served_model.clear();
         model = row.served_model.empty() ? options.model : filled_in(row.served_model);
@@ -172,7 +194,6 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             it.argv.push_back(row.in_flight_flag);
             it.argv.push_back(std::to_string(row.in_flight));
         }
-        it.argv.insert(it.argv.end(), cache_arguments.begin(), cache_arguments.end());
         if (!options.executable.empty()) it.argv.front() = options.executable;
         it.argv.insert(it.argv.end(), options.server_args.begin(), options.server_args.end());
         return it;
@@ -191,23 +212,6 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         it.max_tokens = options.max_tokens;
         it.limits = options.limits;
         return it;
-    }
-
-    // Conversations that wait between their turns each keep an entry of the server's cache.
-    void size_cache() {
-        const auto& given = options.server_args;
-        auto prompts = detail::number_given(given, row.cache_prompts_flag);
-        const auto bytes = detail::number_given(given, row.cache_bytes_flag);
-        if (prompts < 0 && bytes < 0) {
-            const auto cache = detail::prompt_cache(options.model);
-            if (cache.bytes == 0) return;
-            prompts = 64;
-            row.cache_tokens = cache.tokens;
-            cache_arguments = {row.cache_prompts_flag, std::to_string(prompts),
-                               row.cache_bytes_flag, std::to_string(cache.bytes)};
-        }
-        // Two are for what is being put in.
-        if (prompts >= 0) row.sessions = unsigned(std::clamp<std::int64_t>(prompts - 2, 1, 4096));
     }
 
     void fix_in_flight() {
@@ -617,8 +621,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     BackendRow row;
     bool starts = false;
     bool closing = false;
-    unsigned own_in_flight = 0;               // the row's
-    std::vector<std::string> cache_arguments; // for the server
+    unsigned own_in_flight = 0; // the row's
     std::string url, model, version;
     std::string output;               // of the server before it ended the last time
     unsigned restarts = 0;            // of the server

@@ -43,10 +43,9 @@ struct BackendRow {
     /// More of its environment; the same words are replaced.
     std::vector<std::pair<std::string, std::string>> env;
     std::string in_flight_flag; ///< its option for more requests at once than it takes by itself
-    /// Its options for how many prompts and how many bytes its prefix cache may hold. One that we
-    /// start from a folder gets 64, and half the machine's memory less the model; an option that
-    /// the user gives wins, and both set `sessions` and `cache_tokens`. Empty: it has none.
-    std::string cache_prompts_flag, cache_bytes_flag;
+    /// Its option for how many prompts its cache holds: one that the user gives to a server of ours
+    /// sets `sessions`.
+    std::string cache_flag;
     /// What "model" must say in a body ({model_id} is replaced); empty: the configured name, or the
     /// first that it serves.
     std::string served_model;
@@ -89,9 +88,9 @@ struct BackendRow {
     std::int64_t cache_tokens = 0; ///< that its cache holds, the running ones too; 0: not known
     unsigned block_tokens = 1;     ///< its cache has whole blocks of so many
     /// Not 0: each arrival and departure makes it copy its whole batch, so that short answers want
-    /// a narrower one. The number in flight is at most sqrt(repack * mean tokens of an answer), or
-    /// 16: decoding an answer costs tokens * weights / width, and packing it in and out width *
-    /// copy.
+    /// a narrower one. The number in flight is at most sqrt(repack * mean tokens of an answer), but no
+    /// less than 16: decoding an answer costs tokens * weights / width, and packing it in and out
+    /// width * copy.
     double repack = 0;
     unsigned refill = 1;             ///< free places to wait for before more is admitted; 1: a flow
     bool tools_before_system = true; ///< where the model's template puts the tools

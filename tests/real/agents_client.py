@@ -75,6 +75,7 @@ import harness
 
 args, rest = harness.read_arguments(PACKAGES)
 COUNT = args.rows or 6
+CACHE = ["--prompt-cache-size", "64"]  # two prompts a conversation, all of them under way
 
 
 class Agents(unittest.TestCase):
@@ -83,7 +84,8 @@ class Agents(unittest.TestCase):
         command = [sys.executable, os.path.abspath(__file__), "--child", str(COUNT)]
         model = args.model + "-tools"
         direct = harness.directly(args, [*command, "1"], folder / "direct", model)
-        gateway = harness.through_gateway(args, [*command, str(COUNT)], folder / "gateway", model)
+        gateway = harness.through_gateway(args, [*command, str(COUNT)], folder / "gateway", model,
+                                          CACHE)
         results = []
         for done in (direct, gateway):
             self.assertEqual(done.code, 0, done.err)

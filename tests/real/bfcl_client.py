@@ -115,15 +115,21 @@ class Bfcl(unittest.TestCase):
         self.assertLess(done.wall, Bfcl.direct[0].wall)
 
     def test_with_16_threads_as_evalrt_bfcl(self):
+        # 16 requests at once; evalrt bfcl by itself has more.
         threads = self.compare("16 threads", 16)
+        for name, options in (("16 at once", ["--max-in-flight", "16"]), ("by itself", [])):
+            self.own(threads, name, options)
+
+    def own(self, threads, name, options):
         package = Path(importlib.util.find_spec("bfcl_eval").origin).parent
         own = harness.run([args.evalrt, "bfcl", CATEGORY, "--mode", "fc", "--bfcl-data", package / "data",
                            "--limit", COUNT, "--temperature", "0", "--max-tokens", "128", "--quiet", "--json", "own.json",
+                           *options,
                            "--backend", "mlx-server", "--executable", args.server, "--model", OPTIONS["model"]],
-                          self.folder / "own", harness.CLEAN)
+                          self.folder / name.replace(" ", "-"), harness.CLEAN)
         self.assertEqual(own.code, 0, own.err)
         wall = json.loads((own.folder / "own.json").read_text())["wall_seconds"]
-        print(f"evalrt bfcl: {wall:.1f} s, bfcl_eval with 16 threads {threads.wall:.1f} s "
+        print(f"evalrt bfcl, {name}: {wall:.1f} s, bfcl_eval with 16 threads {threads.wall:.1f} s "
               f"({threads.wall / wall - 1:+.0%})", file=sys.stderr)
         rows = {row["id"]: row["result"] for file in own.folder.rglob("BFCL_v4_*_result.json")
                 for row in map(json.loads, file.read_text().splitlines())}

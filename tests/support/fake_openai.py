@@ -21,8 +21,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, required=True)
-for option in ("--decode-concurrency", "--prompt-cache-size", "--prompt-cache-bytes"):
-    parser.add_argument(option, type=int)
+parser.add_argument("--decode-concurrency", type=int)
+parser.add_argument("--prompt-cache-size", type=int)
 args = parser.parse_args()
 if os.path.islink(sys.argv[0]):  # a server with a log of its own
     os.environ["FAKE_OPENAI_LOG"] = sys.argv[0] + ".log"
@@ -37,8 +37,6 @@ def first_time():
         return False
 
 
-if path := os.environ.get("FAKE_OPENAI_LOG"):
-    Path(path + ".arguments").write_text(" ".join(sys.argv[1:]))
 if args.model == "finds-its-port-taken" and first_time():
     print("OSError: [Errno 98] Address already in use", file=sys.stderr, flush=True)
     sys.exit(1)

@@ -4,83 +4,16 @@
 #ifndef EVALRT_LIB_JOB_HPP
 #define EVALRT_LIB_JOB_HPP
 
-#include <array>
+#include "evalrt/detail/memory.hpp"
+
 #include <coroutine>
 #include <cstddef>
 #include <exception>
-#include <new>
 #include <optional>
 #include <tuple>
 #include <utility>
 
 namespace evalrt::detail {
-
-/// Memory that comes and goes with each request, in few sizes, kept for the next one on its thread.
-/// With the address sanitizer it is the system's, so that nothing hides behind it.
-class SpareMemory {
-public:
-    static void* take(std::size_t size) {
-        if (auto* const spare = list(size); spare && spare->first) {
-            --spare->count;
-            return std::exchange(spare->first, spare->first->next);
-        }
-        return ::operator new(rounded(size));
-    }
-
-    static void give(void* memory, std::size_t size) noexcept {
-        auto* const spare = list(size);
-        if (!spare || spare->count == most) return ::operator delete(memory);
-        ++spare->count;
-        spare->first = new (memory) Block{spare->first};
-    }
-
-private:
-    static constexpr std::size_t step = 256, largest = 8 << 10, most = 256;
-
-    struct Block {
-        Block* next;
-    };
-    struct List {
-        Block* first = nullptr;
-        std::size_t count = 0;
-    };
-    struct Lists {
-        std::array<List, largest / step> of;
-        ~Lists() {
-            ended() = true;
-            for (auto& list : of)
-                while (list.first) ::operator delete(std::exchange(list.first, list.first->next));
-        }
-    };
-    // Objects that are static may outlive their thread's lists.
-    static bool& ended() {
-        thread_local bool it = false;
-        return it;
-    }
-
-    static std::size_t rounded(std::size_t size) { return (size + step - 1) / step * step; }
-
-    static List* list([[maybe_unused]] std::size_t size) {
-#if defined(__SANITIZE_ADDRESS__)
-        return nullptr;
-#else
-        if (size == 0 || size > largest || ended()) return nullptr;
-        thread_local Lists lists;
-        return &lists.of[(size - 1) / step];
-#endif
-    }
-};
-
-template <class T>
-struct SpareAllocator {
-    using value_type = T;
-    SpareAllocator() = default;
-    template <class U>
-    SpareAllocator(const SpareAllocator<U>&) {}
-    T* allocate(std::size_t n) { return static_cast<T*>(SpareMemory::take(n * sizeof(T))); }
-    void deallocate(T* memory, std::size_t n) { SpareMemory::give(memory, n * sizeof(T)); }
-    friend bool operator==(const SpareAllocator&, const SpareAllocator&) { return true; }
-};
 
 template <class T>
 class Job;
@@ -183,6 +116,9 @@ public:
     JobOperation(Owner owner, Start start) : owner_(std::move(owner)), start_(std::move(start)) {}
 
     struct Handler {
+        using allocator_type = SpareAllocator<void>;
+        allocator_type get_allocator() const noexcept { return {}; }
+
         Owner owner;
         std::coroutine_handle<> waiting;
         std::tuple<Results...>* results;

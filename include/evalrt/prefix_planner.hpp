@@ -3,6 +3,7 @@
 #define EVALRT_PREFIX_PLANNER_HPP
 
 #include "evalrt/backend_row.hpp"
+#include "evalrt/detail/memory.hpp"
 #include "evalrt/request.hpp"
 
 #include <algorithm>
@@ -351,6 +352,10 @@ private:
     // only in one place of the tree, so that these 32 bits tell blocks apart.
     using Block = std::uint32_t;
 
+    using Edge = std::vector<Block, detail::PoolAllocator<Block>>;
+    template <class T, class Less = std::less<T>>
+    using Set = std::set<T, Less, detail::PoolAllocator<T>>;
+
     struct Node;
     struct Before {
         bool operator()(const Node* a, const Node* b) const {
@@ -361,11 +366,13 @@ private:
 
     // Inner nodes are prefixes, leaves whole prompts.
     struct Node {
+        explicit Node(detail::Pool& pool) : edge(pool), children(pool), own(pool) {}
+
         Node* parent = nullptr;
-        std::vector<Block> edge;
-        std::size_t bytes = 0;            // of a prompt, from its begin to the end of the edge
-        std::set<Node*, Before> children; // those with something waiting below
-        std::set<std::tuple<std::int64_t, std::uint64_t, RequestId>> own;  // waiting, ending here
+        Edge edge;
+        std::size_t bytes = 0;       // of a prompt, from its begin to the end of the edge
+        Set<Node*, Before> children; // those with something waiting below
+        Set<std::tuple<std::int64_t, std::uint64_t, RequestId>> own;       // waiting, ending here
         std::int64_t rank = std::numeric_limits<std::int64_t>::min();      // the highest ever below
         std::uint64_t arrival = std::numeric_limits<std::uint64_t>::max(); // the first ever
         RequestId leader = 0;                             // who is filling the cache with it
@@ -386,11 +393,19 @@ private:
     // All nodes but the root, by their parent and the first block of their edge. Owns them.
     class Nodes {
     public:
-        Nodes() = default;
+        explicit Nodes(detail::Pool& pool) : pool_(pool) {}
         Nodes(const Nodes&) = delete;
         Nodes& operator=(const Nodes&) = delete;
         ~Nodes() {
-            for (Node* it : slots_) delete it;
+            for (Node* it : slots_)
+                if (it) end(it);
+        }
+
+        /// To be inserted when its parent and edge are known.
+        Node& make() { return *new (pool_.take(sizeof(Node))) Node(pool_); }
+        void end(Node* node) {
+            node->~Node();
+            pool_.give(node, sizeof(Node));
         }
 
         std::size_t size() const { return count_; }
@@ -450,6 +465,7 @@ private:
                 if (it) put(it);
         }
 
+        detail::Pool& pool_;
         std::vector<Node*> slots_ = std::vector<Node*>(least); // a power of two
         std::size_t count_ = 0;
     };
@@ -488,7 +504,9 @@ private:
         std::size_t waiting = 0;
         std::uint64_t served = 0; // as many as who was served least when it came, and its own since
     };
-    using Entries = std::unordered_map<RequestId, Entry>;
+    using Entries =
+        std::unordered_map<RequestId, Entry, std::hash<RequestId>, std::equal_to<RequestId>,
+                           detail::PoolAllocator<std::pair<const RequestId, Entry>>>;
 
     struct Found {
         Node* node = nullptr;
@@ -560,7 +578,7 @@ private:
         Node* node = &root_;
         for (std::size_t i = 0; i < path_.size();) {
             Node* next = nodes_.find(node, path_[i]);
-            if (!next) return child(*node, {path_.begin() + long(i), path_.end()}, bytes);
+            if (!next) return child(*node, edge_of(path_.begin() + long(i), path_.end()), bytes);
             const auto [mine, theirs] = std::mismatch(next->edge.begin(), next->edge.end(),
                                                       path_.begin() + long(i), path_.end());
             if (mine != next->edge.end()) next = &split(*next, mine - next->edge.begin());
@@ -570,8 +588,13 @@ private:
         return *node;
     }
 
-    Node& child(Node& parent, std::vector<Block> edge, std::size_t bytes) {
-        Node& node = *new Node;
+    template <class It>
+    Edge edge_of(It from, It to) {
+        return Edge(from, to, pool_);
+    }
+
+    Node& child(Node& parent, Edge edge, std::size_t bytes) {
+        Node& node = nodes_.make();
         node.parent = &parent;
         node.bytes = bytes;
         node.edge = std::move(edge);
@@ -597,9 +620,9 @@ private:
         nodes_.take(&lower);
         disown(parent, lower);
         // The first block of all is the domain's, which is no part of the prompt.
-        Node& upper = child(parent, {lower.edge.begin(), lower.edge.begin() + at},
+        Node& upper = child(parent, edge_of(lower.edge.begin(), lower.edge.begin() + at),
                             parent.bytes + std::size_t(parent.parent ? at : at - 1) * block);
-        lower.edge = std::vector<Block>(lower.edge.begin() + at, lower.edge.end());
+        lower.edge = edge_of(lower.edge.begin() + at, lower.edge.end());
         lower.parent = &upper;
         nodes_.insert(&lower);
         adopt(upper, lower);
@@ -645,7 +668,7 @@ private:
         nodes_.insert(&lower);
         adopt(parent, lower);
         if (lower.waiting > 0) parent.children.insert(&lower);
-        delete &upper;
+        nodes_.end(&upper);
     }
 
     void enqueue(RequestId id, Entry& entry) {
@@ -760,7 +783,7 @@ private:
     void forget(typename Entries::iterator entry) {
         Node& leaf = *entry->second.node;
         entries_.erase(entry);
-        if (entries_.empty() && entries_.bucket_count() > 4096) entries_ = Entries();
+        if (entries_.empty() && entries_.bucket_count() > 4096) entries_ = Entries(pool_);
         for (Node* it = &leaf; it; it = it->parent) --it->live;
         for (Node* it = leaf.parent; it;) {
             Node* const above = it->parent;
@@ -776,7 +799,7 @@ private:
         unlist(node);
         nodes_.take(&node);
         disown(parent, node);
-        delete &node;
+        nodes_.end(&node);
         if (!parent.parent) return;
         if (parent.kids == 0 && parent.live == 0)
             list(parent);
@@ -1025,11 +1048,12 @@ private:
     }
 
     Options options_;
-    Node root_;
-    Nodes nodes_;
+    detail::Pool pool_; // of all that follows
+    Node root_{pool_};
+    Nodes nodes_{pool_};
     Node *oldest_ = nullptr, *newest_ = nullptr; // of the idle nodes
     std::size_t idle_ = 0;
-    Entries entries_;
+    Entries entries_{pool_};
     std::unordered_map<std::string, Session> sessions_; // that have not ended
     std::multiset<std::size_t> filling_;                // the cold bytes of those without text
     std::size_t filling_bytes_ = 0;

@@ -2,7 +2,9 @@
 
 #include "support/catch.hpp"
 
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <stdexcept>
@@ -133,4 +135,39 @@ TEST_CASE("spare memory is handed out once") {
         for (void* const memory : taken) static_cast<void>(memory);
     }
     for (void* const memory : taken) ::operator delete(memory);
+}
+
+TEST_CASE("a pool hands out what is its own, and gives back what nobody uses") {
+    Pool pool;
+    for (const std::size_t size : {1u, 32u, 33u, 400u, 2048u, 2049u, 100'000u}) {
+        CAPTURE(size);
+        std::map<char*, int> taken; // and what is written there
+        const auto check = [&] {
+            for (const auto& [memory, mark] : taken) {
+                CHECK(memory[0] == char(mark));
+                CHECK(memory[size - 1] == char(mark));
+            }
+        };
+        for (int round = 0; round < 3; ++round) {
+            for (int i = 0; i < 500; ++i) {
+                auto* const memory = static_cast<char*>(pool.take(size));
+                CHECK(reinterpret_cast<std::uintptr_t>(memory) % alignof(std::max_align_t) == 0);
+                CHECK(taken.emplace(memory, i).second);
+                memory[0] = memory[size - 1] = char(i);
+            }
+            check();
+            for (auto it = taken.begin(); it != taken.end();) { // from everywhere
+                if (it->second % 3 == round) {
+                    ++it;
+                    continue;
+                }
+                pool.give(it->first, size);
+                it = taken.erase(it);
+            }
+            check();
+        }
+        if (own_memory && size <= 2048) CHECK(pool.slabs() > 1);
+        for (const auto& [memory, mark] : taken) pool.give(memory, size);
+        CHECK(pool.slabs() <= 5); // one of each size
+    }
 }

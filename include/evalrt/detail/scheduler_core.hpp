@@ -3,6 +3,7 @@
 #define EVALRT_DETAIL_SCHEDULER_CORE_HPP
 
 #include "evalrt/detail/breaker.hpp"
+#include "evalrt/detail/memory.hpp"
 #include "evalrt/detail/rates.hpp"
 #include "evalrt/detail/retry.hpp"
 #include "evalrt/limiter.hpp"
@@ -478,7 +479,10 @@ private:
     Rates rates_;
     std::string_view gate_; // why next() has named none
     Reason stop_reason_;
-    std::unordered_map<RequestId, Item> items_;
+    Pool pool_; // of the items
+    std::unordered_map<RequestId, Item, std::hash<RequestId>, std::equal_to<RequestId>,
+                       PoolAllocator<std::pair<const RequestId, Item>>>
+        items_{pool_};
     std::set<std::pair<Point, RequestId>> deadlines_, delayed_;
     std::deque<std::pair<Point, RequestId>> committing_;
     std::deque<RequestId> suspects_; // run one at a time, before all others

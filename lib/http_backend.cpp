@@ -10,6 +10,7 @@
 
 #include <boost/asio/connect.hpp>
 #include <boost/asio/dispatch.hpp>
+#include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/ssl.hpp>
 #include <boost/asio/steady_timer.hpp>
@@ -23,6 +24,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <charconv>
 #include <cstdlib>
 #include <list>
 #include <set>
@@ -63,7 +65,8 @@ struct TakenBody {
     };
 };
 
-using Parser = http::response_parser<TakenBody>;
+using Parser = http::response_parser<TakenBody, detail::SpareAllocator<char>>;
+using Fields = http::basic_fields<detail::SpareAllocator<char>>;
 using detail::Job;
 using detail::Patched;
 
@@ -121,12 +124,12 @@ bool visible(std::string_view text) {
     return std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < 0x7f; });
 }
 
-std::string_view field(const http::fields& fields, std::string_view name) {
+std::string_view field(const Fields& fields, std::string_view name) {
     const auto value = fields[{name.data(), name.size()}];
     return {value.data(), value.size()};
 }
 
-std::optional<std::chrono::milliseconds> wait_asked_for(const http::fields& fields) {
+std::optional<std::chrono::milliseconds> wait_asked_for(const Fields& fields) {
     const auto wait = field(fields, "retry-after"), ms = field(fields, "retry-after-ms");
     if (wait.empty() && ms.empty()) return {};
     // A date is meant by the server's own clock.
@@ -161,7 +164,9 @@ protected:
 
 struct HttpBackend::Impl : std::enable_shared_from_this<Impl> {
     Impl(asio::any_io_executor executor_, BackendRow row_, HttpOptions options_, LogSink log_)
-        : executor(std::move(executor_)),
+        : home(std::move(executor_)),
+          executor(home.executor),
+          io(executor.target<asio::io_context::executor_type>()),
           row(std::move(row_)),
           options(std::move(options_)),
           log(std::move(log_)),
@@ -207,24 +212,24 @@ struct HttpBackend::Impl : std::enable_shared_from_this<Impl> {
         return out;
     }
 
-    std::string head(std::string_view endpoint, std::string_view method, std::size_t body_size,
-                     std::string_view routing_key) const {
+    // The first line and the fields, to where the length of the body stands: nearly all requests
+    // have the same.
+    std::shared_ptr<const std::string> head(std::string_view endpoint, std::string_view method,
+                                            bool body) {
+        for (const auto& it : heads)
+            if (it.endpoint == endpoint && it.method == method && it.body == body) return it.text;
+        Head made{std::string(endpoint), std::string(method), body, nullptr};
         std::string_view base = url.base;
         if (base.ends_with("/v1"))
             base.remove_suffix(3); // the endpoint has it, or is beside it, as /health
         else if (!base.empty() && endpoint.starts_with("/v1/"))
             endpoint.remove_prefix(3);
-        std::string out;
-        out.reserve(base.size() + endpoint.size() + fields.size() + 100);
-        if (method.empty()) method = body_size > 0 ? "POST" : "GET";
-        out.append(method).append(" ").append(base).append(endpoint).append(fields);
-        if (body_size > 0 || method != "GET")
-            out.append("Content-Type: application/json\r\nContent-Length: ")
-                .append(std::to_string(body_size))
-                .append("\r\n");
-        if (!routing_key.empty())
-            out.append("X-SMG-Routing-Key: ").append(routing_key).append("\r\n");
-        return out += "\r\n";
+        made.text = std::make_shared<const std::string>(
+            fmt::format("{} {}{}{}{}", method, base, endpoint, fields,
+                        body ? "Content-Type: application/json\r\nContent-Length: " : ""));
+        if (heads.size() >= 8) heads.erase(heads.begin());
+        heads.push_back(std::move(made));
+        return heads.back().text;
     }
 
     // Servers repeat a key that they refuse.
@@ -274,13 +279,21 @@ struct HttpBackend::Impl : std::enable_shared_from_this<Impl> {
         });
     }
 
-    asio::any_io_executor executor;
+    detail::Home home;
+    const asio::any_io_executor& executor;
+    const asio::io_context::executor_type* const io; // the same, if it is that
     BackendRow row;
     HttpOptions options;
     LogSink log;
     Url url;
     std::vector<Tcp::endpoint> known; // empty: look it up
     std::string fields;
+    struct Head {
+        std::string endpoint, method;
+        bool body;
+        std::shared_ptr<const std::string> text;
+    };
+    std::vector<Head> heads; // the last ones
     detail::ConnectPacer pacer;
     detail::AnswerWatch watch;
     std::list<asio::steady_timer*> turns; // of those who wait for their time to connect
@@ -301,9 +314,9 @@ namespace {
 template <class Impl>
 class Exchange final : public Limited, public std::enable_shared_from_this<Exchange<Impl>> {
 public:
-    Exchange(std::shared_ptr<Impl> impl, Request request, TextSink on_text,
-             Backend::Handler handler)
-        : impl_(std::move(impl)),
+    Exchange(const std::shared_ptr<Impl>& impl, Request&& request, TextSink&& on_text,
+             Backend::Handler&& handler)
+        : impl_(impl),
           request_(std::move(request)),
           on_text_(std::move(on_text)),
           handler_(std::move(handler)),
@@ -324,10 +337,16 @@ public:
                 it->abort();
             }
         });
-        asio::dispatch(impl_->executor, [self = this->shared_from_this()] {
+        const auto begin = [self = this->shared_from_this()] {
+            self->starting_ = true;
             self->job_.emplace(self->whole());
             self->job_->start();
-        });
+            self->starting_ = false;
+        };
+        if (impl_->io && impl_->io->running_in_this_thread())
+            begin(); // as dispatch() does, which takes longer to find out
+        else
+            asio::dispatch(impl_->executor, begin);
     }
 
 private:
@@ -381,11 +400,11 @@ private:
         response_.cause = cause;
     }
 
-    void end() {
+    // `turn`: the caller's handler may run at once.
+    void end(bool turn = false) {
         if (std::exchange(ended_, true)) return;
         impl_->ended(*this);
         if (watched_) impl_->watch.ended(prepared_);
-        const auto now = Clock::now();
         if (cancelled_) {
             fail(Errc::cancelled, "cancelled");
         } else if (late_) {
@@ -398,10 +417,14 @@ private:
                 impl_->hide_key(*text);
         for (const auto& note : impl_->watch.answered(prepared_, response_)) impl_->say(note);
         response_.attempts = 1;
-        response_.timing.total = now - started_;
+        if (response_.outcome) now_ = Clock::now();
+        response_.timing.total = now_ - started_;
         response_.timing.queued = sent_ - started_;
         const auto code = response_.outcome ? make_error_code(*response_.outcome) : error_code();
-        detail::complete(impl_->executor, std::move(handler_), code, std::move(response_));
+        if (turn)
+            detail::complete_now(impl_->home, std::move(handler_), code, std::move(response_));
+        else
+            detail::complete(impl_->executor, std::move(handler_), code, std::move(response_));
     }
 
     void drop_connection() {
@@ -416,15 +439,15 @@ private:
             fail(Errc::malformed, "the answer could not be taken in: out of memory, or the "
                                   "receiver of its text threw");
         }
-        end();
         drop_connection();
+        end(!starting_);
     }
 
     Job<> run() {
         if (stopped()) co_return;
         auto& prepared = prepared_;
-        route_.endpoint = request_.endpoint;
         if (as_it_is()) {
+            route_.endpoint = request_.endpoint;
             prepared.body = request_.body;
         } else {
             const auto& options = impl_->options;
@@ -446,19 +469,32 @@ private:
             for (const auto& note : impl_->watch.sent(prepared)) impl_->say(note);
         }
         const auto key = as_it_is() ? "" : detail::routing_key(request_, impl_->row);
-        const auto head = impl_->head(route_.endpoint, request_.plain ? request_.method : "",
-                                      prepared.body.size(), key);
-        if (prepared.body.parts() >= Buffers::most) prepared.body = Patched(prepared.body.text());
+        const auto size = prepared.body.size();
+        std::string_view method = size > 0 ? "POST" : "GET";
+        if (request_.plain && !request_.method.empty()) method = request_.method;
+        const bool with_body = size > 0 || method != "GET";
+        const auto head = impl_->head(route_.endpoint, method, with_body);
+        std::array<char, 128> rest;
+        auto* rest_end = rest.data();
+        if (with_body) {
+            rest_end = std::to_chars(rest_end, rest_end + 20, size).ptr;
+            rest_end = std::copy_n("\r\n", 2, rest_end);
+        }
+        if (!key.empty()) rest_end = fmt::format_to(rest_end, "X-SMG-Routing-Key: {:.60}\r\n", key);
+        rest_end = std::copy_n("\r\n", 2, rest_end);
+        if (prepared.body.parts() + 2 > Buffers::most)
+            prepared.body = Patched(prepared.body.text());
         for (bool first = true, again = true; std::exchange(again, false); first = false) {
             const bool kept = first && take_idle();
             if (!kept && !co_await connect()) co_return;
-            sent_ = Clock::now();
+            now_ = sent_ = Clock::now();
             clock_.sent(sent_);
             watch();
-            response_ = {};
+            if (!first) response_ = {};
             response_.stage = Stage::sent;
             Buffers out;
-            out.push(head);
+            out.push(*head);
+            out.push({rest.data(), std::size_t(rest_end - rest.data())});
             for (std::size_t i = 0; i < prepared.body.parts(); ++i) out.push(prepared.body.part(i));
             if (connection_->tls)
                 co_await talk(*connection_->tls, out);
@@ -474,7 +510,7 @@ private:
 
     bool take_idle() {
         auto& idle = impl_->idle;
-        const auto now = Clock::now();
+        const auto now = started_;
         std::erase_if(
             idle, [&](const auto& it) { return now - it->idle_since >= impl_->options.idle_time; });
         while (!idle.empty()) {
@@ -629,7 +665,7 @@ private:
         response_.should_retry = detail::should_retry(field(head, "x-should-retry"));
         if (request_.body.empty()) response_.server = std::string(head[http::field::server]);
         if (request_.plain) response_.content_type = field(head, "content-type");
-        clock_.bytes(Clock::now());
+        clock_.bytes(now_);
         watch();
         // Beast takes any other coding for "until the end of the stream".
         if (const auto coding = head.find(http::field::transfer_encoding);
@@ -681,6 +717,7 @@ private:
             if (ec == http::error::need_more) {
                 const auto space = buffer.prepare(boost::beast::read_size(buffer, 64 << 10));
                 auto [error, n] = co_await read(stream, space);
+                now_ = Clock::now();
                 if (stopped()) co_return false;
                 buffer.commit(n);
                 if (!error) continue;
@@ -725,6 +762,7 @@ private:
                 const auto size = boost::beast::read_size(buffer, 64 << 10);
                 if (size == 0) co_return http::error::buffer_overflow;
                 auto [error, n] = co_await read(stream, buffer.prepare(size));
+                now_ = Clock::now();
                 if (stopped()) co_return asio::error::operation_aborted;
                 buffer.commit(n);
                 ec = error;
@@ -734,7 +772,7 @@ private:
                 }
                 // Many servers end a close-delimited body without the TLS goodbye.
                 if (ec == asio::ssl::error::stream_truncated && parser.need_eof()) break;
-                clock_.bytes(Clock::now());
+                clock_.bytes(now_);
             }
             if (ec) co_return ec;
         }
@@ -753,7 +791,7 @@ private:
             const auto piece = reader->event(event);
             last = piece.last;
             if (!piece.content) return;
-            const auto now = Clock::now();
+            const auto now = now_;
             clock_.content(now);
             const bool first = response_.stage != Stage::text;
             if (first) {
@@ -848,7 +886,7 @@ private:
         if (impl_->closed || connection_->buffer.size() > 0 ||
             impl_->idle.size() >= impl_->options.idle_connections)
             return;
-        connection_->idle_since = Clock::now();
+        connection_->idle_since = now_;
         impl_->idle.push_back(std::move(connection_));
         --impl_->open;
     }
@@ -862,16 +900,26 @@ private:
     detail::Route route_;
     const Clock::time_point started_ = Clock::now();
     Clock::time_point sent_ = started_;
+    Clock::time_point now_ = started_; // of the last read
     detail::ExchangeClock clock_;
     std::optional<asio::steady_timer> pause_; // before connecting, where that is paced
     std::unique_ptr<Connection> connection_;
     std::optional<detail::ExchangeClock::Limit> late_;
+    bool starting_ = false; // whoever asks is still on the stack
     bool resolving_ = false;
     bool cancelled_ = false;
     bool ended_ = false;
     bool watched_ = false;     // by the one who warns of what must not be on the way at once
     std::optional<Job<>> job_; // the last one: its frames look at all the others
 };
+
+template <class Impl>
+void ask(const std::shared_ptr<Impl>& impl, Request&& request, TextSink&& on_text,
+         Backend::Handler&& handler) {
+    std::allocate_shared<Exchange<Impl>>(detail::SpareAllocator<Exchange<Impl>>(), impl,
+                                         std::move(request), std::move(on_text), std::move(handler))
+        ->start();
+}
 
 } // namespace
 
@@ -890,17 +938,16 @@ asio::any_io_executor HttpBackend::get_executor() noexcept { return impl_->execu
 std::size_t HttpBackend::connections() const { return impl_->open + impl_->idle.size(); }
 
 void HttpBackend::start_complete(Request request, TextSink on_text, Handler handler) {
-    auto ask = [impl = impl_](Request one, TextSink sink, Handler done) {
-        std::allocate_shared<Exchange<Impl>>(detail::SpareAllocator<Exchange<Impl>>(), impl,
-                                             std::move(one), std::move(sink), std::move(done))
-            ->start();
-    };
     const auto n = request.plain ? 1 : detail::repetitions(request, impl_->row);
-    if (n == 1) return ask(std::move(request), std::move(on_text), std::move(handler));
+    if (n == 1) return ask(impl_, std::move(request), std::move(on_text), std::move(handler));
     impl_->say(fmt::format("\"n\" is {}: {} gives one choice, so it is asked {} times", n,
                            impl_->row.name, n));
-    detail::ask_repeatedly(impl_->executor, std::move(ask), std::move(request), n,
-                           std::move(on_text), std::move(handler));
+    detail::ask_repeatedly(
+        impl_->executor,
+        [impl = impl_](Request one, TextSink sink, Handler done) {
+            ask(impl, std::move(one), std::move(sink), std::move(done));
+        },
+        std::move(request), n, std::move(on_text), std::move(handler));
 }
 
 } // namespace evalrt

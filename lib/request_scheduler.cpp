@@ -1,11 +1,10 @@
 #include "evalrt/request_scheduler.hpp"
 
 #include "evalrt/detail/complete.hpp"
+#include "evalrt/detail/memory.hpp"
 #include "json_text.hpp"
 #include "wire.hpp"
 
-#include <boost/asio/bind_cancellation_slot.hpp>
-#include <boost/asio/bind_executor.hpp>
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/steady_timer.hpp>
 
@@ -40,7 +39,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     struct Item {
         // Boost 1.81 recurses without end when an any_completion_handler is assigned to: it is
         // only ever constructed and moved from.
-        Item(Request request_, TextSink on_text_, Handler handler_, Clock::time_point now)
+        Item(Request&& request_, TextSink&& on_text_, Handler&& handler_, Clock::time_point now)
             : request(std::move(request_)),
               on_text(std::move(on_text_)),
               handler(std::move(handler_)),
@@ -62,14 +61,15 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
 
     Impl(Backend& inner_, PrefixPlanner& planner, BackendRow row_, SchedulerOptions scheduling)
         : inner(inner_),
-          executor(inner_.get_executor()),
+          home(inner_.get_executor()),
+          executor(home.executor),
           row(std::move(row_)),
           options(scheduling),
           core(planner, scheduling),
           timer(executor),
           hold_timer(executor) {}
 
-    void submit(Request request, TextSink on_text, Handler handler) {
+    void submit(Request&& request, TextSink&& on_text, Handler&& handler) {
         const auto now = Clock::now();
         if (closed) {
             Response response;
@@ -80,10 +80,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         }
         const RequestId id = ++last_id;
         auto& item =
-            *items
-                 .emplace(id, std::make_unique<Item>(std::move(request), std::move(on_text),
-                                                     std::move(handler), now))
-                 .first->second;
+            items.try_emplace(id, std::move(request), std::move(on_text), std::move(handler), now)
+                .first->second;
         detail::on_cancel(item.handler, [weak = weak_from_this(), id] {
             if (auto self = weak.lock()) self->cancel(id, false);
         });
@@ -155,25 +153,35 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     }
 
     void launch(const Pick& pick, Clock::time_point now) {
-        auto& item = *items.at(pick.id);
+        auto& item = items.at(pick.id);
         item.sent = now;
         item.pick = pick;
         item.delivered = false;
         if (explain) explain(explained(item, now));
-        auto on_text = [weak = weak_from_this(), id = pick.id](std::string_view piece) {
-            if (auto self = weak.lock()) self->text(id, piece);
-        };
-        auto done = [self = shared_from_this(), id = pick.id](error_code, Response&& response) {
-            self->returned(id, std::move(response));
-        };
+        // No text comes after the end of the attempt, whose handler keeps *this.
+        auto on_text = [this, id = pick.id](std::string_view piece) { text(id, piece); };
         Request request = item.request;
         request.server = pick.server;
         request.shared_bytes = shared.bytes(item.domain, item.ends);
-        inner.async_complete(
-            std::move(request), std::move(on_text),
-            asio::bind_executor(executor,
-                                asio::bind_cancellation_slot(item.cancel.slot(), std::move(done))));
+        inner.async_complete(std::move(request), std::move(on_text),
+                             Returned{shared_from_this(), pick.id, item.cancel.slot()});
     }
+
+    // Of one attempt. It has no executor of its own: that of the inner backend is ours.
+    struct Returned {
+        using allocator_type = detail::SpareAllocator<void>;
+        using cancellation_slot_type = asio::cancellation_slot;
+
+        std::shared_ptr<Impl> self;
+        RequestId id;
+        asio::cancellation_slot slot;
+
+        allocator_type get_allocator() const noexcept { return {}; }
+        cancellation_slot_type get_cancellation_slot() const noexcept { return slot; }
+        void operator()(error_code, Response&& response) {
+            self->returned(id, std::move(response));
+        }
+    };
 
     std::string explained(const Item& item, Clock::time_point now) {
         const auto& pick = item.pick;
@@ -199,7 +207,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         if (it == items.end()) return;
         last_progress = Clock::now();
         core.text(id, last_progress);
-        auto& item = *it->second;
+        auto& item = it->second;
         if (item.on_text && item.request.stream && !item.cancelled && !item.late) {
             item.delivered |= !piece.empty();
             item.on_text(piece);
@@ -209,12 +217,13 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
 
     // A connection that breaks may be the first sign of the server's death.
     void returned(RequestId id, Response&& response) {
-        if (response.outcome != Errc::timed_out) last_progress = Clock::now();
+        const auto now = Clock::now();
+        if (response.outcome != Errc::timed_out) last_progress = now;
         const bool broke = response.outcome == Errc::unreachable ||
                            response.outcome == Errc::truncated ||
                            response.outcome == Errc::malformed;
         if (!broke || down || options.hold_broken.count() == 0)
-            return ended(id, std::move(response));
+            return ended(id, std::move(response), now, true);
         held.emplace_back(id, std::move(response));
         if (held.size() > 1) return;
         hold_timer.expires_after(options.hold_broken);
@@ -225,12 +234,14 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     }
 
     void let_go() {
-        for (auto& [id, response] : std::exchange(held, {})) ended(id, std::move(response));
+        const auto now = Clock::now();
+        for (auto& [id, response] : std::exchange(held, {}))
+            ended(id, std::move(response), now, false);
     }
 
-    void ended(RequestId id, Response&& response) {
-        const auto now = Clock::now();
-        auto& item = *items.at(id);
+    // `turn`: nobody has called us, so that the caller's handler may run at once.
+    void ended(RequestId id, Response&& response, Clock::time_point now, bool turn) {
+        auto& item = items.at(id);
         if (response.outcome) {
             // Cancelled by us: for the reason that we had.
             if (item.late) {
@@ -245,49 +256,55 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             }
         }
         response.attempts = core.attempts(id) + 1;
+        pump_soon();
         // After close() nothing is made again.
         if (core.ended(id, response, item.delivered || closed, now)) {
-            finish(id, std::move(response), now);
+            finish(id, std::move(response), now, turn);
         } else {
             response.attempts = core.attempts(id);
             item.last = std::move(response);
         }
-        pump_soon();
     }
 
-    void finish(RequestId id, Response&& response, Clock::time_point now) {
-        auto item = std::move(items.extract(id).mapped());
-        if (item->sent == Clock::time_point{}) {
-            response.timing.queued = now - item->submitted;
+    void finish(RequestId id, Response&& response, Clock::time_point now, bool turn = false) {
+        const auto it = items.find(id);
+        auto& item = it->second;
+        if (item.sent == Clock::time_point{}) {
+            response.timing.queued = now - item.submitted;
         } else {
-            response.timing.queued += item->sent - item->submitted;
+            response.timing.queued += item.sent - item.submitted;
         }
-        response.timing.total = now - item->submitted;
+        response.timing.total = now - item.submitted;
         const auto& usage = response.usage;
-        if (usage.prompt_tokens && item->pick.prompt_bytes > 0) {
+        if (usage.prompt_tokens && item.pick.prompt_bytes > 0) {
             // The share of the prompt's bytes, as tokens; the last token is always computed.
             const auto tokens =
                 [&](std::optional<std::size_t> bytes) -> std::optional<std::int64_t> {
                 if (!bytes) return {};
-                const auto share = double(*bytes) / double(item->pick.prompt_bytes);
+                const auto share = double(*bytes) / double(item.pick.prompt_bytes);
                 const auto most = std::min(std::int64_t(share * double(*usage.prompt_tokens) + 0.5),
                                            std::max<std::int64_t>(*usage.prompt_tokens - 1, 0));
                 return most - most % row.block_tokens;
             };
-            response.expected_cached = tokens(item->pick.expected_bytes);
-            response.maximum_cached = tokens(item->pick.maximum_bytes);
+            response.expected_cached = tokens(item.pick.expected_bytes);
+            response.maximum_cached = tokens(item.pick.maximum_bytes);
             // The share of the bytes is an estimate; what the server had is a fact.
             if (response.maximum_cached && usage.cached_tokens)
                 response.maximum_cached = std::max(*response.maximum_cached, *usage.cached_tokens);
         }
         const auto code = response.outcome ? make_error_code(*response.outcome) : error_code();
-        detail::complete(executor, std::move(item->handler), code, std::move(response));
+        auto handler = std::move(item.handler);
+        items.erase(it); // the handler may submit the next one
+        if (turn)
+            detail::complete_now(home, std::move(handler), code, std::move(response));
+        else
+            detail::complete(executor, std::move(handler), code, std::move(response));
     }
 
     void cancel(RequestId id, bool late) {
         const auto it = items.find(id);
         if (it == items.end()) return;
-        auto& item = *it->second;
+        auto& item = it->second;
         (late ? item.late : item.cancelled) = true;
         switch (core.cancel(id)) {
         case detail::SchedulerCore::Place::running:
@@ -307,7 +324,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
 
     // One that does not run ends here, with what is known of its last attempt.
     void give_up(RequestId id, Errc outcome, std::string why) {
-        Response response = std::move(items.at(id)->last);
+        Response response = std::move(items.at(id).last);
         response.outcome = outcome;
         if (!response.detail.empty()) why += "; its last attempt: " + response.detail;
         response.detail = std::move(why);
@@ -331,7 +348,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     }
 
     Backend& inner;
-    asio::any_io_executor executor;
+    detail::Home home;
+    asio::any_io_executor& executor;
     BackendRow row;
     SchedulerOptions options;
     detail::SchedulerCore core;
@@ -339,7 +357,10 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
     asio::steady_timer timer, hold_timer;
     std::vector<std::pair<RequestId, Response>> held; // broken, until it is known why
     Clock::time_point armed = Clock::time_point::max();
-    std::unordered_map<RequestId, std::unique_ptr<Item>> items;
+    detail::Pool pool; // of the items
+    std::unordered_map<RequestId, Item, std::hash<RequestId>, std::equal_to<RequestId>,
+                       detail::PoolAllocator<std::pair<const RequestId, Item>>>
+        items{pool};
     RequestId last_id = 0;
     bool pump_posted = false;
     std::optional<Errc> closed;

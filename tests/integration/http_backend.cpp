@@ -5,9 +5,11 @@
 #include "support/patience.hpp"
 
 #include <boost/asio/bind_cancellation_slot.hpp>
+#include <boost/asio/bind_executor.hpp>
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
 
 #include <fmt/format.h>
@@ -1545,6 +1547,57 @@ TEST_CASE("text may cancel its own request, and an answer ask the next one") {
     client.run();
     CHECK(left == 0);
     CHECK(server.connections() <= 3);
+}
+
+TEST_CASE("a handler runs on its own executor, and never inside the call that asks") {
+    FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, repeating());
+    Client client(server.url());
+    check_answered(client.ask()); // there is a kept connection
+    asio::io_context other;
+    int here = 0, there = 0;
+    asio::post(client.io, [&] {
+        for (const auto* const endpoint : {"/v1/chat/completions", "no path"}) {
+            auto request = chat();
+            request.endpoint = endpoint;
+            client.backend->async_complete(request, {},
+                                           [&](error_code, const Response&) { ++here; });
+            client.backend->async_complete(
+                request, {},
+                asio::bind_executor(other.get_executor(),
+                                    [&](error_code, const Response&) { ++there; }));
+        }
+        CHECK(here == 0);
+    });
+    client.run();
+    CHECK(here == 2);
+    CHECK(there == 0);
+    other.run();
+    CHECK(there == 2);
+}
+
+TEST_CASE("a handler that throws, or ends the backend, leaves nothing behind") {
+    FakeServer server({{expect(), reply(with_length(chat_answer)), again()}}, repeating());
+    for (const auto& row : {plain(), single_use()}) {
+        Client client(server.url(), row);
+        check_answered(client.ask());
+        const auto kept = client.backend->connections();
+        CHECK(kept == (row.keep_alive ? 1 : 0));
+        client.backend->async_complete(
+            chat(), {}, [](error_code, const Response&) { throw std::runtime_error("out"); });
+        client.io.restart();
+        CHECK_THROWS_WITH(client.io.run_for(patience), "out");
+        CHECK(client.backend->connections() == kept);
+        check_answered(client.ask());
+        bool ended = false;
+        client.backend->async_complete(chat(), {}, [&](error_code ec, const Response&) {
+            CHECK(!ec);
+            client.backend.reset();
+            ended = true;
+        });
+        client.run();
+        CHECK(ended);
+        CHECK(server.quiet());
+    }
 }
 
 // --- Connections ---

@@ -14,8 +14,8 @@
 #include <boost/asio/use_future.hpp>
 
 #include <list>
-#include <set>
 #include <random>
+#include <set>
 
 using namespace std::chrono_literals;
 namespace asio = boost::asio;
@@ -126,6 +126,46 @@ void cancel(Asked& asked, asio::cancellation_type type = asio::cancellation_type
 }
 
 } // namespace
+
+TEST_CASE("a handler may ask again, throw, and end the scheduler") {
+    asio::io_context io;
+    ScriptedBackend server(io.get_executor());
+    FifoPlanner planner;
+    auto scheduler =
+        std::make_unique<RequestScheduler>(server, planner, BackendRow(), in_flight(1));
+    const auto run = [&] {
+        io.restart();
+        io.poll();
+    };
+    int answered = 0;
+    const auto count = [&](error_code code, const Response&) { answered += !code; };
+    scheduler->async_complete(chat("a"), {}, [&](error_code, const Response&) {
+        scheduler->async_complete(chat("b"), {}, count);
+        CHECK(answered == 0);
+        throw std::runtime_error("out");
+    });
+    scheduler->async_complete(chat("c"), {}, count);
+    run();
+    server.end(0, answer("a"));
+    io.restart();
+    CHECK_THROWS_WITH(io.poll(), "out");
+    for (int call : {1, 2}) {
+        run();
+        REQUIRE(server.pending.count(call));
+        server.end(call, answer("x"));
+    }
+    run();
+    CHECK(answered == 2);
+    scheduler->async_complete(chat("d"), {}, [&](error_code, const Response&) {
+        scheduler.reset();
+        ++answered;
+    });
+    run();
+    server.end(3, answer("d"));
+    run();
+    CHECK(answered == 3);
+    CHECK(!scheduler);
+}
 
 TEST_CASE("two hundred requests end once each, whatever becomes of them") {
     for (unsigned seed = 1; seed <= 40; ++seed) {

@@ -7,6 +7,7 @@
 
 #include <simdjson.h>
 
+#include <array>
 #include <memory>
 #include <new>
 #include <vector>
@@ -19,6 +20,24 @@ namespace dom = simdjson::dom;
 std::string_view string_of(simdjson::simdjson_result<dom::element> value);
 /// A whole number from 0; some servers write 12.0.
 std::optional<std::int64_t> integer_of(simdjson::simdjson_result<dom::element> value);
+
+using Found = simdjson::simdjson_result<dom::element>;
+
+/// The first member of each of these names, in one pass: each operator[] is one.
+template <std::size_t N>
+std::array<Found, N> pick(dom::element of, const std::string_view (&names)[N]) {
+    std::array<Found, N> found;
+    dom::object object;
+    found.fill(Found(of.get(object) ? simdjson::INCORRECT_TYPE : simdjson::NO_SUCH_FIELD));
+    if (!of.is_object()) return found;
+    for (const auto [key, value] : object)
+        for (std::size_t i = 0; i < N; ++i)
+            if (key == names[i]) {
+                if (found[i].error()) found[i] = Found(dom::element(value));
+                break;
+            }
+    return found;
+}
 
 ServerError read_error(dom::element object);
 /// The error that an answer is, if it is one.

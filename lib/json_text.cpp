@@ -15,7 +15,7 @@
 #include <cstring>
 
 #if defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace evalrt::detail {
@@ -90,6 +90,55 @@ struct Walker {
     }
 };
 
+#if defined(__SSE2__)
+// Texts are long. From p to within 64 bytes of the first quote, backslash or control character, or
+// of the end; `ascii` becomes false where something else comes before.
+__attribute__((target("avx2"))) const char* skip_plain(const char* p, const char* end,
+                                                       bool& ascii) {
+    const auto quote = _mm256_set1_epi8('"'), slash = _mm256_set1_epi8('\\'),
+               control = _mm256_set1_epi8(0x1f);
+    auto high = _mm256_setzero_si256();
+    for (; end - p >= 64; p += 64) {
+        const auto a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                   b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+        const auto marks = _mm256_or_si256(
+            _mm256_or_si256(_mm256_cmpeq_epi8(a, quote), _mm256_cmpeq_epi8(b, quote)),
+            _mm256_or_si256(_mm256_cmpeq_epi8(a, slash), _mm256_cmpeq_epi8(b, slash)));
+        const auto least = _mm256_min_epu8(a, b);
+        const auto found =
+            _mm256_or_si256(marks, _mm256_cmpeq_epi8(_mm256_min_epu8(least, control), least));
+        if (!_mm256_testz_si256(found, found)) break;
+        high = _mm256_or_si256(high, _mm256_or_si256(a, b));
+    }
+    if (_mm256_movemask_epi8(high) != 0) ascii = false;
+    return p;
+}
+
+bool has_avx2() {
+    static const bool it = __builtin_cpu_supports("avx2");
+    return it;
+}
+#endif
+
+// Calls take(member) until it says false.
+template <class Take>
+void walk_members(std::string_view object, Take take) {
+    Walker walk{object.data(), object.data() + object.size()};
+    if (!walk.enter('{')) return;
+    while (walk.next()) {
+        const char* begin = walk.p;
+        if (*begin != '"') break;
+        auto key = walk.string();
+        key = key.substr(1, key.size() - 2);
+        walk.skip_space();
+        if (walk.p == walk.end) break;
+        ++walk.p; // the colon
+        walk.skip_space();
+        const auto value = walk.value();
+        if (!take(Member{key, value, {begin, std::size_t(walk.p - begin)}})) return;
+    }
+}
+
 // Accepts the JSON that requests are made of. It is never wrong to say no.
 struct Certain {
     const char* p;
@@ -106,7 +155,11 @@ struct Certain {
 #if defined(__SSE2__)
         const auto quote = _mm_set1_epi8('"'), slash = _mm_set1_epi8('\\'),
                    control = _mm_set1_epi8(0x1f);
-        for (; end - p >= 16; p += 16) {
+        for (const char* const begin = p; end - p >= 16; p += 16) {
+            if (p - begin == 32 && has_avx2()) {
+                p = skip_plain(p, end, ascii);
+                if (end - p < 16) break;
+            }
             const auto text = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
             const auto found =
                 _mm_or_si128(_mm_or_si128(_mm_cmpeq_epi8(text, quote), _mm_cmpeq_epi8(text, slash)),
@@ -300,21 +353,25 @@ const char* take_number(const char* p, const char* end, std::string& out) {
 
 std::vector<Member> members(std::string_view object) {
     std::vector<Member> found;
+    members(object, found);
+    return found;
+}
+
+void members(std::string_view object, std::vector<Member>& found) {
+    found.clear();
     found.reserve(16);
-    Walker walk{object.data(), object.data() + object.size()};
-    if (!walk.enter('{')) return found;
-    while (walk.next()) {
-        const char* begin = walk.p;
-        if (*begin != '"') break;
-        auto key = walk.string();
-        key = key.substr(1, key.size() - 2);
-        walk.skip_space();
-        if (walk.p == walk.end) break;
-        ++walk.p; // the colon
-        walk.skip_space();
-        const auto value = walk.value();
-        found.push_back({key, value, {begin, std::size_t(walk.p - begin)}});
-    }
+    walk_members(object, [&](const Member& it) {
+        found.push_back(it);
+        return true;
+    });
+}
+
+std::optional<std::string_view> first_member(std::string_view object, std::string_view key) {
+    std::optional<std::string_view> found;
+    walk_members(object, [&](const Member& it) {
+        if (it.key == key) found = it.value;
+        return !found;
+    });
     return found;
 }
 
@@ -373,11 +430,7 @@ void write_changes(std::string_view object, std::span<const Member> list,
     }
     for (const auto& change : changes) {
         if (!change.value || member(list, change.key)) continue;
-        if (any) out.add(", ");
-        out.add("\"");
-        out.add(change.key);
-        out.add("\": ");
-        out.add(*change.value);
+        out.add(any ? ", \"" : "\"", change.key, "\": ", *change.value);
         any = true;
     }
     keep(behind, object.data() + object.size());
@@ -386,7 +439,10 @@ void write_changes(std::string_view object, std::span<const Member> list,
 struct ToString {
     std::string text;
     void keep(std::string_view part) { text += part; }
-    void add(std::string_view part) { text += part; }
+    template <class... Parts>
+    void add(const Parts&... parts) {
+        (text.append(parts), ...);
+    }
 };
 
 } // namespace
@@ -406,6 +462,7 @@ std::string with_changes(std::string_view object, std::span<const Member> list,
 Patched::Patched(Text object, std::span<const Member> list, std::span<const Change> changes)
     : original_(std::move(object)) {
     parts_.reserve(4);
+    added_.reserve(80);
     write_changes(original_, list, changes, *this);
 }
 
@@ -417,12 +474,14 @@ void Patched::keep(std::string_view text) {
         parts_.push_back({false, at, text.size()});
 }
 
-void Patched::add(std::string_view text) {
+template <class... Texts>
+void Patched::add(const Texts&... texts) {
+    const auto at = added_.size();
+    (added_.append(texts), ...);
     if (!parts_.empty() && parts_.back().added)
-        parts_.back().size += text.size();
+        parts_.back().size += added_.size() - at;
     else
-        parts_.push_back({true, added_.size(), text.size()});
-    added_ += text;
+        parts_.push_back({true, at, added_.size() - at});
 }
 
 Text Patched::text() const {

@@ -20,6 +20,10 @@ struct Member {
 };
 
 std::vector<Member> members(std::string_view object);
+void members(std::string_view object, std::vector<Member>& list);
+
+/// The value of the first member of that name; nothing: it has none.
+std::optional<std::string_view> first_member(std::string_view object, std::string_view key);
 
 /// The same for text of which nothing is known. False: it is not certain to be a valid object;
 /// what is rare is not looked into, and a parser has to tell.
@@ -61,7 +65,8 @@ public:
 
     // What with_changes() writes to; `text` of keep() is a part of the original.
     void keep(std::string_view text);
-    void add(std::string_view text);
+    template <class... Texts>
+    void add(const Texts&... texts);
 
 private:
     struct Part {

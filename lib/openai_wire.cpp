@@ -12,22 +12,22 @@ namespace {
 
 // The places where servers say how much of the prompt they had cached: OpenAI and most others;
 // the responses API; old oMLX; llama-server's timings and SGLang's meta_info, outside of usage.
-std::optional<std::int64_t> cached_of(dom::element usage) {
-    for (const auto& value : {usage["prompt_tokens_details"]["cached_tokens"],
-                              usage["input_tokens_details"]["cached_tokens"],
-                              usage["cached_tokens"], usage["cache_read_input_tokens"]})
-        if (auto number = integer_of(value)) return number;
-    return {};
-}
-
 void read_usage(dom::element answer, Usage& usage) {
+    const auto [found, timings, meta_info] = pick(answer, {"usage", "timings", "meta_info"});
     dom::element reported;
-    if (!answer["usage"].get(reported) && reported.is_object()) {
-        if (auto n = integer_of(reported["prompt_tokens"])) usage.prompt_tokens = n;
-        if (auto n = integer_of(reported["completion_tokens"])) usage.completion_tokens = n;
-        if (auto n = cached_of(reported)) usage.cached_tokens = n;
+    if (!found.get(reported) && reported.is_object()) {
+        const auto [prompt, completion, prompt_details, input_details, cached, cache_read] =
+            pick(reported, {"prompt_tokens", "completion_tokens", "prompt_tokens_details",
+                            "input_tokens_details", "cached_tokens", "cache_read_input_tokens"});
+        if (auto n = integer_of(prompt)) usage.prompt_tokens = n;
+        if (auto n = integer_of(completion)) usage.completion_tokens = n;
+        std::optional<std::int64_t> n;
+        for (const auto& value :
+             {prompt_details["cached_tokens"], input_details["cached_tokens"], cached, cache_read})
+            if (!n) n = integer_of(value);
+        if (n) usage.cached_tokens = n;
     }
-    for (const auto& value : {answer["timings"]["cache_n"], answer["meta_info"]["cached_tokens"]})
+    for (const auto& value : {timings["cache_n"], meta_info["cached_tokens"]})
         if (!usage.cached_tokens) usage.cached_tokens = integer_of(value);
 }
 
@@ -137,23 +137,25 @@ public:
             return fail(response, Errc::malformed, not_json(json));
         read_usage(answer, response.usage);
         if (const auto error = error_of(answer)) return fail(response, *error);
-        response.request_id = string_of(answer["id"]);
-        response.model = string_of(answer["model"]);
+        const auto [id, model, list] = pick(answer, {"id", "model", "choices"});
+        response.request_id = string_of(id);
+        response.model = string_of(model);
         dom::array choices;
-        if (answer["choices"].get(choices) || choices.size() == 0)
+        if (list.get(choices) || choices.size() == 0)
             return fail(response, Errc::malformed,
                         fmt::format("the answer has no choices: {}", shortened(json)));
         for (dom::element choice : choices)
             if (const auto reason = string_of(choice["finish_reason"]); failed_finish(reason))
                 return fail(response, Errc::rejected,
                             fmt::format("the server gave up (finish_reason \"{}\")", reason));
-        const auto first = choices.at(0);
-        if (chat_ ? !first["message"].is_object() : bool(first["text"].error()))
+        const auto [message, text, reason] =
+            pick(*choices.begin(), {"message", "text", "finish_reason"});
+        if (chat_ ? !message.is_object() : bool(text.error()))
             return fail(response, Errc::malformed,
                         fmt::format("the answer's choice has no {}: {}", chat_ ? "message" : "text",
                                     shortened(json)));
-        response.text = string_of(chat_ ? first["message"]["content"] : first["text"]);
-        response.finish_reason = string_of(first["finish_reason"]);
+        response.text = string_of(chat_ ? message["content"] : text);
+        response.finish_reason = string_of(reason);
         if (json.data() != body.data()) body = std::string(json);
         while (!body.empty() && (body.back() == '\n' || body.back() == '\r')) body.pop_back();
         response.body = std::move(body);
@@ -483,13 +485,13 @@ bool has_processors(std::span<const Member> body) {
 Prepared prepare_openai(const Request& request, const BackendRow& row, std::string_view model,
                         bool override_model) {
     Prepared prepared;
-    std::vector<Member> list;
+    thread_local std::vector<Member> list; // its memory serves all requests
     if (!certain_members(request.body, list)) {
         if (auto error = check_object(request.body)) {
             prepared.error = "the request's body is " + *error;
             return prepared;
         }
-        list = members(request.body);
+        members(request.body, list);
     }
     const auto has = [&](std::string_view key) {
         const auto value = member(list, key);

@@ -84,13 +84,14 @@ ServerError read_error(dom::element object) {
 // {"error": {"message", "type", "code"}}, {"error": "words"}, SGLang's {"object": "error",
 // "message"}, FastAPI's {"detail"}.
 std::optional<ServerError> error_of(dom::element answer) {
+    const auto [found, object, detail] = pick(answer, {"error", "object", "detail"});
     dom::element error;
-    if (!answer["error"].get(error) && !error.is_null()) {
+    if (!found.get(error) && !error.is_null()) {
         if (error.is_object()) return read_error(error);
-        return ServerError{text_or_json(answer["error"]), {}};
+        return ServerError{text_or_json(found), {}};
     }
-    if (string_of(answer["object"]) == "error") return read_error(answer);
-    if (!answer["detail"].get(error) && !error.is_null() && answer["choices"].error())
+    if (string_of(object) == "error") return read_error(answer);
+    if (!detail.get(error) && !error.is_null() && answer["choices"].error())
         return read_error(answer);
     return {};
 }
@@ -204,7 +205,7 @@ std::optional<std::string> check_object(std::string_view text) {
 Route route(std::string_view endpoint, const BackendRow& row) {
     const bool chat = endpoint.ends_with("/chat/completions");
     const bool messages = endpoint.ends_with("/messages");
-    Route it{std::string(endpoint), row.wire, false, {}};
+    Route it{endpoint, row.wire, false, {}};
     if (messages && row.messages_endpoint) {
         it.wire = Wire::anthropic;
     } else if (messages && row.wire == Wire::openai) {
@@ -307,13 +308,15 @@ bool streamed(std::span<const Member> body, const BackendRow& row) {
 
 Prompt read_prompt(const Request& request, const BackendRow& row) {
     Prompt parts;
-    parts.domain = request.endpoint;
     parts.session = request.session;
     parts.turn = request.turn;
     parts.pause = request.pause;
     parts.client = request.client;
-    const auto list = members(request.body);
-    if (const auto model = member(list, "model")) parts.domain.append(*model);
+    thread_local std::vector<Member> list; // its memory serves all requests
+    members(request.body, list);
+    const auto model = member(list, "model").value_or("");
+    parts.domain.reserve(request.endpoint.size() + model.size());
+    parts.domain.append(request.endpoint).append(model);
     for (const auto key : {"max_tokens", "max_completion_tokens"})
         if (const auto value = member(list, key); value && *value != "null")
             parts.output_tokens = std::strtoll(std::string(*value).c_str(), nullptr, 10);

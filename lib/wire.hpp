@@ -3,6 +3,7 @@
 #define EVALRT_LIB_WIRE_HPP
 
 #include "evalrt/backend_row.hpp"
+#include "evalrt/detail/memory.hpp"
 #include "evalrt/detail/sse_parser.hpp"
 #include "evalrt/prefix_planner.hpp"
 #include "evalrt/request.hpp"
@@ -27,6 +28,10 @@ struct Piece {
 class AnswerReader {
 public:
     virtual ~AnswerReader() = default;
+
+    // One comes and goes with each request.
+    static void* operator new(std::size_t size) { return SpareMemory::take(size); }
+    static void operator delete(void* memory, std::size_t size) { SpareMemory::give(memory, size); }
 
     virtual Piece event(const SseEvent& event) = 0;
 
@@ -75,7 +80,7 @@ bool has_processors(std::span<const Member> body);
 
 /// Where a request goes, and in whose words.
 struct Route {
-    std::string endpoint;
+    std::string_view endpoint; ///< a part of the request's, or a constant
     Wire wire = Wire::openai;
     bool translated = false; ///< the request's words are the other ones
     std::string error;       ///< not empty: it cannot go to this server, and why

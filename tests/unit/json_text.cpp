@@ -97,6 +97,34 @@ TEST_CASE("elements are found as they are written") {
     CHECK(elements("").empty());
 }
 
+TEST_CASE("the first member of a name is found without a look at what follows") {
+    CHECK(first_member(R"({"a": {"b": 1}, "b": [2], "b": 3, what follows)", "b") == "[2]");
+    CHECK(first_member(R"({"a": 1})", "b") == std::nullopt);
+    CHECK(first_member("[]", "b") == std::nullopt);
+}
+
+TEST_CASE("a long string is certain up to any byte, and no further than its first odd one") {
+    for (std::size_t size : {0u, 1u, 15u, 31u, 32u, 33u, 95u, 96u, 97u, 200u, 300u}) {
+        const auto text = [&](std::string_view odd, std::size_t at) {
+            auto inner = std::string(size, 'x');
+            inner.insert(at, odd);
+            return "{\"a\": \"" + inner + "\", \"b\": 1}";
+        };
+        std::vector<Member> list;
+        for (std::size_t at = 0; at <= size; ++at) {
+            CAPTURE(size, at);
+            for (const auto good : {"", "\\n", "\\\"", "é"}) {
+                const auto object = text(good, at);
+                REQUIRE(certain_members(object, list));
+                REQUIRE(list.size() == 2);
+                CHECK(list[0].value == std::string_view(object).substr(6, object.size() - 15));
+            }
+            for (const auto bad : {"\n", "\x1f", "\xff", "\xc3", "\\x", "\""})
+                CHECK_FALSE(certain_members(text(bad, at), list));
+        }
+    }
+}
+
 TEST_CASE("a member of an object within is none of the object") {
     const auto list = members(R"({"x": {"seed": 1}, "y": "\"seed\": 2"})");
     CHECK_FALSE(member(list, "seed"));

@@ -4,9 +4,6 @@
 #include "journal_file.hpp"
 #include "json_text.hpp"
 
-#include <boost/asio/associated_cancellation_slot.hpp>
-#include <boost/asio/associated_executor.hpp>
-#include <boost/asio/bind_cancellation_slot.hpp>
 #include <boost/asio/bind_executor.hpp>
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/prefer.hpp>
@@ -21,6 +18,7 @@
 #include <deque>
 #include <filesystem>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <unordered_map>
 
@@ -93,8 +91,7 @@ private:
 bool at_temperature_zero(std::string_view body) {
     constexpr std::string_view key = "\"temperature\"";
     if (!::memmem(body.data(), body.size(), key.data(), key.size())) return false;
-    const auto list = detail::members(body);
-    const auto value = detail::member(list, "temperature");
+    const auto value = detail::first_member(body, "temperature");
     return value && value->find_first_of("0123456789") != value->npos &&
            std::strtod(std::string(*value).c_str(), nullptr) == 0;
 }
@@ -110,10 +107,6 @@ std::string identity_text(const JournalFields& fields) {
         text += fmt::format("{}:{}{}:{}", name.size(), name, value.size(), value);
     return text;
 }
-
-struct KeyHash {
-    std::size_t operator()(const detail::JournalKey& key) const { return std::size_t(key.low); }
-};
 
 constexpr std::size_t read_ahead = 256;
 constexpr std::size_t delivered_at_once = 16;
@@ -167,16 +160,37 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         bool asked = false;
     };
     struct Ended {
+        Ended(std::shared_ptr<Live>&& live_, Response&& response_)
+            : live(std::move(live_)), response(std::move(response_)) {}
+
         std::shared_ptr<Live> live;
         Response response;
         detail::JournalOutcome row;
     };
-    struct Group {
-        std::vector<detail::JournalRow> rows;
+    class Group {
+    public:
         std::vector<Ended> ended;
         std::size_t delivered = 0; // of those
         std::size_t bytes = 0;
-        bool empty() const { return rows.empty() && ended.empty(); }
+
+        bool empty() const { return count_ == 0 && ended.empty(); }
+        std::span<detail::JournalRow> rows() { return {rows_.data(), count_}; }
+        detail::JournalRow& row() { // a new one
+            if (count_ == rows_.size()) rows_.emplace_back();
+            return rows_[count_++];
+        }
+
+        // For the next answers: new memory would come page by page, new strings one by one.
+        void clear() {
+            for (auto& it : rows()) it.body = {};
+            count_ = 0;
+            ended.clear();
+            delivered = bytes = 0;
+        }
+
+    private:
+        std::vector<detail::JournalRow> rows_;
+        std::size_t count_ = 0; // of those
     };
     struct Counted { // of a fresh run, what the thread has counted
         std::int64_t item = 0, outcome = 0;
@@ -186,7 +200,8 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     };
 
     Impl(asio::any_io_executor executor_, JournalOptions options_)
-        : executor(std::move(executor_)),
+        : home(std::move(executor_)),
+          executor(home.executor),
           options(std::move(options_)),
           timer(executor),
           group(std::make_shared<Group>()),
@@ -274,7 +289,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         if (fresh) {
             // The file has nothing to serve: the hashing, which costs most, is the thread's.
             live.item = ++last_item;
-            auto& row = group->rows.emplace_back();
+            auto& row = group->row();
             row.item = live.item;
             row.name = request.name;
             row.endpoint = request.endpoint;
@@ -289,7 +304,11 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             live.item = decision.item;
             if (live.item == 0) {
                 live.item = live.entry->item = ++last_item;
-                group->rows.push_back({live.item, key, decision.occurrence, request.name, {}, {}});
+                auto& row = group->row();
+                row.item = live.item;
+                row.key = key;
+                row.occurrence = decision.occurrence;
+                row.name = request.name;
                 grown();
             }
         }
@@ -312,15 +331,30 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             response.detail = "the journal has nobody to ask";
             return ended(std::move(one), std::move(response));
         }
-        inner->async_complete(
-            std::move(request), TextSink(live.on_text),
-            asio::bind_executor(
-                executor, asio::bind_cancellation_slot(
-                              live.cancel.slot(), [self = shared_from_this(), one = std::move(one)](
-                                                      error_code, Response&& response) mutable {
-                                  self->ended(std::move(one), std::move(response));
-                              })));
+        const auto slot = live.cancel.slot();
+        Asked done{shared_from_this(), std::move(one), slot};
+        if (inner_is_here)
+            inner->async_complete(std::move(request), TextSink(live.on_text), std::move(done));
+        else
+            inner->async_complete(std::move(request), TextSink(live.on_text),
+                                  asio::bind_executor(executor, std::move(done)));
     }
+
+    // The end of what the inner backend was asked.
+    struct Asked {
+        using allocator_type = detail::SpareAllocator<void>;
+        using cancellation_slot_type = asio::cancellation_slot;
+
+        std::shared_ptr<Impl> self;
+        std::shared_ptr<Live> live;
+        asio::cancellation_slot slot;
+
+        allocator_type get_allocator() const noexcept { return {}; }
+        cancellation_slot_type get_cancellation_slot() const noexcept { return slot; }
+        void operator()(error_code, Response&& response) {
+            self->ended(std::move(live), std::move(response));
+        }
+    };
 
     void refuse(Handler handler) {
         Response response;
@@ -346,9 +380,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     }
 
     void record(std::shared_ptr<Live> live, Response&& response, std::int64_t source) {
-        auto& it = group->ended.emplace_back();
-        it.live = std::move(live);
-        it.response = std::move(response);
+        auto& it = group->ended.emplace_back(std::move(live), std::move(response));
         it.row.outcome = ++last_outcome;
         it.row.item = it.live->item;
         // With no entry yet the thread will know whether it was repeatable.
@@ -360,10 +392,10 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     }
 
     void grown() {
-        if (std::max(group->rows.size(), group->ended.size()) >= options.group ||
+        if (std::max(group->rows().size(), group->ended.size()) >= options.group ||
             group->bytes >= options.group_bytes)
             return flush();
-        if (group->rows.size() + group->ended.size() == 1) {
+        if (group->rows().size() + group->ended.size() == 1) {
             timer.expires_after(options.group_age);
             timer.async_wait([weak = weak_from_this()](error_code ec) {
                 auto self = weak.lock();
@@ -387,7 +419,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         work(
             [this, full](std::unique_ptr<detail::JournalFile>& it) -> Failure {
                 if (!it) return {JournalErrc::unwritable, "the journal is closed"};
-                for (auto& row : full->rows)
+                for (auto& row : full->rows())
                     if (!row.body.empty()) count(row);
                 std::vector<detail::JournalOutcome> outcomes;
                 outcomes.reserve(full->ended.size());
@@ -396,11 +428,11 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                         one.row.shared = false;
                     outcomes.push_back(one.row);
                 }
-                return it->write(full->rows, outcomes);
+                return it->write(full->rows(), outcomes);
             },
             [this, full](Failure failure) {
                 if (failure) fail(std::move(failure));
-                for (const auto& row : full->rows)
+                for (const auto& row : full->rows())
                     if (!row.body.empty()) counted(row);
                 if (broken) {
                     for (auto& it : full->ended) refuse(std::move(it.live->handler));
@@ -415,10 +447,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     void deliver(const std::shared_ptr<Group>& full) {
         const auto count = full->ended.size();
         if (full->delivered == count) {
-            // Its memory serves the next group: a new one's would come page by page.
-            full->rows.clear();
-            full->ended.clear();
-            full->delivered = full->bytes = 0;
+            full->clear();
             spare = full;
             return;
         }
@@ -434,7 +463,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         asks.body = row.body;
         const auto body = sent(asks);
         row.key = detail::journal_key(identity, row.endpoint, body);
-        row.occurrence = counts[row.key]++;
+        row.occurrence = counts.next(row.key);
         const auto item = std::size_t(row.item);
         if (repeatable.size() <= item) repeatable.resize(item + 1);
         repeatable[item] = at_temperature_zero(body);
@@ -473,16 +502,9 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             entries.erase(it.row.item);
         }
         show(*live, it.response);
-        // On the executor already: what does not pass through its queue is let go of at once.
-        auto& handler = live->handler;
-        const auto target = asio::get_associated_executor(handler, executor);
-        if (target != decltype(target)(executor))
-            return finish(std::move(handler), std::move(it.response));
-        if (auto slot = asio::get_associated_cancellation_slot(handler); slot.is_connected())
-            slot.clear();
         const auto code =
             it.response.outcome ? make_error_code(*it.response.outcome) : error_code();
-        std::move(handler)(code, std::move(it.response));
+        detail::complete_now(home, std::move(live->handler), code, std::move(it.response));
     }
 
     template <class Entry>
@@ -580,11 +602,13 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         timer.cancel();
     }
 
-    asio::any_io_executor executor;
+    detail::Home home;
+    const asio::any_io_executor& executor;
     JournalOptions options;
     JournalRun run;
     std::string identity;
     Backend* inner = nullptr;
+    bool inner_is_here = false; // on the same executor
     detail::JournalIndex index;
     asio::steady_timer timer; // of the group
     std::shared_ptr<Group> group, spare;
@@ -599,7 +623,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     std::unordered_map<std::int64_t, detail::JournalEntry*> entries; // they are, not delivered yet
     // The worker's:
     std::unique_ptr<detail::JournalFile> file;
-    std::unordered_map<detail::JournalKey, std::uint32_t, KeyHash> counts;
+    detail::JournalCounts counts;
     std::vector<bool> repeatable; // of items that it counted: at temperature 0
     Request asks;
     std::unique_ptr<Worker> worker;
@@ -618,7 +642,10 @@ Journal::~Journal() {
 }
 
 asio::any_io_executor Journal::get_executor() noexcept { return impl_->executor; }
-void Journal::connect(Backend& inner) { impl_->inner = &inner; }
+void Journal::connect(Backend& inner) {
+    impl_->inner = &inner;
+    impl_->inner_is_here = inner.get_executor() == impl_->executor;
+}
 void Journal::suite_asked() { impl_->suite_asked(); }
 void Journal::rewind() {
     impl_->settle();
@@ -636,11 +663,11 @@ void Journal::close(OpenHandler handler) { impl_->close(std::move(handler)); }
 bool Journal::holds(const std::vector<const Request*>& requests) const {
     impl_->settle();
     if (impl_->index.size() < requests.size()) return false;
-    std::unordered_map<detail::JournalKey, std::uint32_t, KeyHash> counts(requests.size());
+    detail::JournalCounts counts;
     for (const auto* request : requests) {
         const auto key =
             detail::journal_key(impl_->identity, request->endpoint, impl_->sent(*request));
-        if (impl_->index.decide(key, counts[key]++).outcome == 0) return false;
+        if (impl_->index.decide(key, counts.next(key)).outcome == 0) return false;
     }
     return true;
 }

@@ -94,17 +94,25 @@ bool plain(std::string_view text) {
 std::optional<std::int64_t> place_of(const std::string& text, const std::string& body) {
     // A short one takes no more room than its place.
     if (text.size() >= body.size() || text.size() <= sizeof(std::int64_t)) return {};
-    const auto quoted = plain(text) ? "\"" + text + "\"" : json_string(text);
+    std::string escaped;
+    std::string_view inner = text; // what stands between the quotes
+    if (!plain(text)) {
+        escaped = json_string(text);
+        inner = std::string_view(escaped).substr(1, escaped.size() - 2);
+    }
     // By its beginning: looking for a long text costs more than comparing it.
-    const auto begin = std::string_view(quoted).substr(0, 48);
-    const char *at = body.data(), *end = at + body.size();
-    while ((at = static_cast<const char*>(
-                ::memmem(at, std::size_t(end - at), begin.data(), begin.size())))) {
-        if (std::string_view(at, std::size_t(end - at)).starts_with(quoted)) break;
+    char begin[48] = {'"'};
+    const auto begin_size = 1 + inner.copy(begin + 1, sizeof begin - 1);
+    const char *at = body.data(), *const end = at + body.size();
+    while (
+        (at = static_cast<const char*>(::memmem(at, std::size_t(end - at), begin, begin_size)))) {
+        const std::string_view rest(at + 1, std::size_t(end - at) - 1);
+        if (rest.size() > inner.size() && rest[inner.size()] == '"' && rest.starts_with(inner))
+            break;
         ++at;
     }
     if (!at) return {};
-    return (std::int64_t(at - body.data()) << 32) | std::int64_t(quoted.size());
+    return (std::int64_t(at - body.data()) << 32) | std::int64_t(inner.size() + 2);
 }
 
 std::string one_line(std::string_view text) {
@@ -560,8 +568,8 @@ void JournalFile::read_index(const JournalOptions& options, const JournalRun& ru
     }
 }
 
-Failure JournalFile::write(const std::vector<JournalRow>& rows,
-                           const std::vector<JournalOutcome>& outcomes) {
+Failure JournalFile::write(std::span<const JournalRow> rows,
+                           std::span<const JournalOutcome> outcomes) {
     auto failure = guarded("write", [&] {
         execute("BEGIN IMMEDIATE");
         for (const auto& row : rows) {

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -48,7 +49,7 @@ public:
     Failure begin(const JournalOptions& options, const JournalRun& run, Begun& out);
 
     /// One transaction.
-    Failure write(const std::vector<JournalRow>& rows, const std::vector<JournalOutcome>& outcomes);
+    Failure write(std::span<const JournalRow> rows, std::span<const JournalOutcome> outcomes);
 
     /// From now on these are of an earlier version of the suite, and no others.
     Failure retire(const std::vector<std::int64_t>& items);

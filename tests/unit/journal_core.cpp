@@ -2,6 +2,7 @@
 
 #include "support/catch.hpp"
 
+#include <map>
 #include <set>
 
 using evalrt::Errc;
@@ -48,6 +49,18 @@ TEST_CASE("the n-th equal request is the n-th item") {
     index.rewind();
     CHECK(index.next(key).outcome == 70);
     CHECK(index.next(other).occurrence == 0);
+}
+
+TEST_CASE("every key is counted for itself, however many there are") {
+    evalrt::detail::JournalCounts counts;
+    std::map<std::uint64_t, std::uint32_t> expected;
+    std::uint64_t random = 1;
+    for (int i = 0; i < 20000; ++i) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        const auto name = random >> 40 & 0x1FFF;
+        const JournalKey key{name & 7, (name >> 3) * 0x10000}; // they meet in the table
+        CHECK(counts.next(key) == expected[name]++);
+    }
 }
 
 TEST_CASE("what was counted elsewhere is known as if it had been counted here") {

@@ -21,6 +21,41 @@ struct JournalKey {
 };
 JournalKey journal_key(std::string_view identity, std::string_view endpoint, std::string_view body);
 
+/// How often each key has come. One table without nodes: in a first run every key is new.
+class JournalCounts {
+public:
+    std::uint32_t next(JournalKey key) { // so often before
+        if (2 * ++count_ > slots_.size()) grow();
+        Slot& slot = slots_[place(key)];
+        if (slot.times > 0) --count_;
+        slot.key = key;
+        return slot.times++;
+    }
+
+private:
+    struct Slot {
+        JournalKey key;
+        std::uint32_t times = 0; // 0: free
+    };
+
+    std::size_t place(JournalKey key) const { // where it is, or would be
+        std::size_t i = key.low;              // of a hash: any bits do
+        for (;; ++i) {
+            const Slot& slot = slots_[i &= slots_.size() - 1];
+            if (slot.times == 0 || slot.key == key) return i;
+        }
+    }
+
+    void grow() {
+        const auto old = std::exchange(slots_, std::vector<Slot>(2 * slots_.size()));
+        for (const Slot& slot : old)
+            if (slot.times > 0) slots_[place(slot.key)] = slot;
+    }
+
+    std::vector<Slot> slots_ = std::vector<Slot>(64); // a power of two
+    std::size_t count_ = 0;
+};
+
 /// What the file knows of an item. Rows of the file have ids from 1.
 struct JournalEntry {
     std::int64_t item = 0;       ///< of this run; 0: this run has not asked it

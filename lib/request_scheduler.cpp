@@ -51,8 +51,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         asio::cancellation_signal cancel; // of the attempt that runs
         Clock::time_point submitted, sent;
         Pick pick;
-        Response last;          // of an attempt that was not the last one
-        bool delivered = false; // text of the running attempt has reached the caller
+        std::unique_ptr<Response> last; // of an attempt that was not the last one
+        bool delivered = false;         // text of the running attempt has reached the caller
         bool cancelled = false;
         bool late = false;
         std::string domain; // of its prompt, and its blocks' ends, where the row wants marks
@@ -262,7 +262,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             finish(id, std::move(response), now, turn);
         } else {
             response.attempts = core.attempts(id);
-            item.last = std::move(response);
+            item.last = std::make_unique<Response>(std::move(response));
         }
     }
 
@@ -324,7 +324,8 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
 
     // One that does not run ends here, with what is known of its last attempt.
     void give_up(RequestId id, Errc outcome, std::string why) {
-        Response response = std::move(items.at(id).last);
+        Response response;
+        if (const auto& last = items.at(id).last) response = std::move(*last);
         response.outcome = outcome;
         if (!response.detail.empty()) why += "; its last attempt: " + response.detail;
         response.detail = std::move(why);

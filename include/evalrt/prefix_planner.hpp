@@ -397,8 +397,7 @@ private:
         Nodes(const Nodes&) = delete;
         Nodes& operator=(const Nodes&) = delete;
         ~Nodes() {
-            for (Node* it : slots_)
-                if (it) end(it);
+            each([this](Node& node) { end(&node); });
         }
 
         /// To be inserted when its parent and edge are known.
@@ -411,62 +410,72 @@ private:
         std::size_t size() const { return count_; }
 
         Node* find(const Node* parent, Block first) const {
-            for (std::size_t i = place(parent, first);; i = after(i)) {
-                Node* it = slots_[i];
-                if (!it || (it->parent == parent && it->edge.front() == first)) return it;
+            const auto key = key_of(parent, first);
+            for (std::size_t i = home(key);; i = after(i)) {
+                const auto& [other, it] = slots_[i];
+                if (!it || (other == key && it->parent == parent && it->edge.front() == first))
+                    return it;
             }
         }
 
         void insert(Node* node) {
             if (2 * ++count_ > slots_.size()) resize(2 * slots_.size());
-            put(node);
+            put({key_of(node->parent, node->edge.front()), node});
         }
 
         // To be called before the node gets another parent or edge; does not delete it.
         void take(const Node* node) {
-            std::size_t hole = place(node->parent, node->edge.front());
-            while (slots_[hole] != node) hole = after(hole);
-            for (std::size_t i = after(hole); slots_[i]; i = after(i)) {
-                const auto home = place(slots_[i]->parent, slots_[i]->edge.front());
-                if (((i - home) & (slots_.size() - 1)) < ((i - hole) & (slots_.size() - 1)))
+            std::size_t hole = home(key_of(node->parent, node->edge.front()));
+            while (slots_[hole].node != node) hole = after(hole);
+            for (std::size_t i = after(hole); slots_[i].node; i = after(i)) {
+                const auto from_home = (i - home(slots_[i].key)) & (slots_.size() - 1);
+                if (from_home < ((i - hole) & (slots_.size() - 1)))
                     continue; // it would come to lie before its home
                 slots_[hole] = slots_[i];
                 hole = i;
             }
-            slots_[hole] = nullptr;
+            slots_[hole] = {};
             if (--count_ * 16 < slots_.size() && slots_.size() > least) resize(slots_.size() / 4);
         }
 
         template <class F>
         void each(F what) {
-            for (Node* it : slots_)
-                if (it) what(*it);
+            for (const Slot& it : slots_)
+                if (it.node) what(*it.node);
         }
 
     private:
         static constexpr std::size_t least = 64;
 
+        struct Slot {
+            std::uint64_t key = 0; // most others are told apart by it, unseen
+            Node* node = nullptr;
+        };
+
         std::size_t after(std::size_t i) const { return (i + 1) & (slots_.size() - 1); }
 
-        std::size_t place(const Node* parent, Block first) const {
+        static std::uint64_t key_of(const Node* parent, Block first) {
             const auto key = (reinterpret_cast<std::uintptr_t>(parent) >> 4) * multiplier ^ first;
-            return std::size_t(key * multiplier >> 32) & (slots_.size() - 1);
+            return key * multiplier;
+        }
+        std::size_t home(std::uint64_t key) const {
+            return std::size_t(key >> 32) & (slots_.size() - 1);
         }
 
-        void put(Node* node) {
-            std::size_t i = place(node->parent, node->edge.front());
-            while (slots_[i]) i = after(i);
-            slots_[i] = node;
+        void put(Slot slot) {
+            std::size_t i = home(slot.key);
+            while (slots_[i].node) i = after(i);
+            slots_[i] = slot;
         }
 
         void resize(std::size_t size) {
-            auto old = std::exchange(slots_, std::vector<Node*>(std::max(size, least)));
-            for (Node* it : old)
-                if (it) put(it);
+            const auto old = std::exchange(slots_, std::vector<Slot>(std::max(size, least)));
+            for (const Slot& it : old)
+                if (it.node) put(it);
         }
 
         detail::Pool& pool_;
-        std::vector<Node*> slots_ = std::vector<Node*>(least); // a power of two
+        std::vector<Slot> slots_ = std::vector<Slot>(least); // a power of two
         std::size_t count_ = 0;
     };
 

@@ -70,9 +70,85 @@ struct Choice {
     std::string finish_reason;
 };
 
+// Most events of a stream differ in a piece of text and in nothing else: that is seen faster than
+// they are parsed.
+class TextEvents {
+public:
+    explicit TextEvents(bool chat) : chat_(chat) {}
+
+    /// The text of an event that is otherwise like the last one that was learned, byte for byte.
+    /// Nothing: it has to be parsed. Good until the next one.
+    std::optional<std::string_view> text_of(std::string_view data) {
+        const auto around = before_.size() + behind_.size();
+        if (before_.empty() || data.size() < around || !data.starts_with(before_) ||
+            !data.ends_with(behind_))
+            return {};
+        auto text = data.substr(before_.size(), data.size() - around);
+        bool ascii = true, plain = true;
+        for (const char c : text) {
+            ascii &= static_cast<unsigned char>(c) < 0x80;
+            plain &= c != '"' && c != '\\' && static_cast<unsigned char>(c) >= ' ';
+        }
+        if (!plain) {
+            text_ = from_json_string(data.substr(before_.size() - 1, text.size() + 2));
+            if (text_.empty()) return {};
+            text = text_;
+        } else if (!ascii && !simdjson::validate_utf8(text.data(), text.size())) {
+            return {};
+        }
+        unlike_ = 0;
+        return text;
+    }
+
+    /// Another event is parsed.
+    void forget() { before_.clear(); }
+
+    /// That event, if it was what it came as: whether all of it but its text may be said again, and
+    /// changes nothing.
+    bool learn(std::string_view data) {
+        if (unlike_ == 16) return false; // each has something of its own
+        ++unlike_;
+        const auto top = members(data);
+        if (std::count_if(top.begin(), top.end(),
+                          [](const Member& it) { return it.key == "choices"; }) != 1)
+            return false;
+        const auto choices = elements(*member(top, "choices"));
+        if (choices.size() != 1 || !choices[0].starts_with('{')) return false;
+        auto text = only(choices[0], chat_ ? "delta" : "text", "index");
+        if (chat_ && text.starts_with('{')) text = only(text, "content", "role");
+        if (!text.starts_with('"')) return false;
+        const auto at = std::size_t(text.data() - data.data());
+        const auto before = data.substr(0, at + 1), behind = data.substr(at + text.size() - 1);
+        for (const auto part : {before, behind})
+            if (part.find('\\') != part.npos) return false; // a name might be another one's
+        before_ = before;
+        behind_ = behind;
+        return true;
+    }
+
+private:
+    // The member of this name, if the others say nothing. Empty: it is not so.
+    static std::string_view only(std::string_view object, std::string_view name,
+                                 std::string_view beside) {
+        std::string_view found;
+        for (const auto& it : members(object)) {
+            if (it.key == name && found.empty())
+                found = it.value;
+            else if (it.key == name || (it.value != "null" && it.key != beside))
+                return {};
+        }
+        return found;
+    }
+
+    const bool chat_;
+    std::string before_, behind_; // with the text's quotes
+    std::string text_;
+    unsigned unlike_ = 0; // since the last one that was like another
+};
+
 class OpenAiReader final : public AnswerReader {
 public:
-    explicit OpenAiReader(bool chat) : chat_(chat) {}
+    explicit OpenAiReader(bool chat) : chat_(chat), alike_(chat) {}
 
     Piece event(const SseEvent& event) override {
         Piece piece;
@@ -82,6 +158,15 @@ public:
             return piece;
         }
         if (data.empty() || error_ || broken_) return piece;
+        if (event.type.empty())
+            if (const auto text = alike_.text_of(data)) {
+                part(choices_[alike_index_].texts, chat_ ? "content" : "text") += *text;
+                piece.content = !text->empty();
+                if (alike_index_ == 0) piece.text = *text;
+                return piece;
+            }
+        alike_.forget();
+        const auto as_it_came = data;
         dom::element chunk;
         const bool object = parser_.parse(data, chunk);
         if (object) error_ = error_of(chunk);
@@ -96,6 +181,8 @@ public:
         if (chunk["choices"].get(choices)) return piece;
         text_.clear();
         for (dom::element choice : choices) piece.content |= read_choice(choice);
+        if (piece.content && data.data() == as_it_came.data() && alike_.learn(data))
+            alike_index_ = integer_of(choices.at(0)["index"]).value_or(0);
         piece.text = text_;
         return piece;
     }
@@ -345,6 +432,8 @@ private:
     }
 
     const bool chat_;
+    TextEvents alike_;
+    std::int64_t alike_index_ = 0; // of their choice
     ObjectParser parser_;
     Parts head_; // members of the answer itself (JSON text)
     std::string id_, usage_text_, text_;

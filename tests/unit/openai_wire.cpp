@@ -261,6 +261,69 @@ TEST_CASE("a stream may end without [DONE] once it has its finish_reason") {
     CHECK(outcome(read_stream(no_blank_line).response) == "answered");
 }
 
+TEST_CASE("events that differ in their text alone read as those that differ in more") {
+    // Each of the second stream's events has something of its own.
+    const auto pair = [](const std::vector<std::string>& texts, bool chat, std::string_view more) {
+        std::array<std::string, 2> streams;
+        for (std::size_t own = 0; own < 2; ++own)
+            for (std::size_t i = 0; i < texts.size(); ++i)
+                streams[own] += event(fmt::format(
+                    R"({{"id":"c","model":"m",{}"choices":[{{"index":0,{}:{}{}{}}}]}})",
+                    own ? fmt::format("\"n{}\":{},", i, i) : "",
+                    chat ? "\"delta\":{\"role\":\"assistant\",\"content\"" : "\"text\"", texts[i],
+                    chat ? "}" : "", i + 1 < texts.size() ? more : ",\"finish_reason\":\"stop\""));
+        return streams;
+    };
+    const std::vector<std::vector<std::string>> rows{
+        {R"("a")", R"("b")", R"("")", R"("c")", R"("")"},
+        {R"("a")", R"("\n")", R"("\u00e9\ud83d\ude00")", "\"\xc3\xa9\"", R"("\"")", R"("\\")"},
+        {R"("a")", R"("b")", R"("c\ud800")", R"("d")"},                // half a pair
+        {R"("a")", R"("b")", "\"\xff\"", R"("d")"},                    // no UTF-8
+        {R"("a")", R"("b")", "\"\t\"", R"("d")"},                      // not escaped
+        {R"("a")", R"("b")", "null", R"("c")", "[]", R"("d")"},        // no text
+        {R"("a")", R"("b")", R"("x","index":0,"more":"y")", R"("c")"}, // more than a text
+        {R"("a")", R"("b")", R"("\")", R"("c")"},                      // no string
+        {R"("a")", R"("a")", R"("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa")", R"("")", R"("b")"}};
+    const auto text = [](const Answer& it) {
+        return fmt::format("{}|{}|{}|{}|{}", outcome(it.response), it.response.text, it.heard,
+                           it.pieces, it.response.finish_reason);
+    };
+    for (const auto& texts : rows)
+        for (const bool chat : {true, false})
+            for (const auto more :
+                 {",\"finish_reason\":null", ",\"logprobs\":null,\"finish_reason\":null",
+                  ",\"finish_reason\":\"\"", ",\"logprobs\":{\"content\":[1]}", ",\"x\":[1]"}) {
+                const auto streams = pair(texts, chat, more);
+                CAPTURE(streams[0]);
+                const auto alike = read_pieces({streams[0]}, chat),
+                           other = read_pieces({streams[1]}, chat);
+                CHECK(text(alike) == text(other));
+                if (alike.response.outcome) continue;
+                const auto choices = [](const Answer& it) {
+                    return json::parse(it.response.body).at("choices");
+                };
+                CHECK(choices(alike) == choices(other)); // log probabilities and the rest as often
+            }
+}
+
+TEST_CASE("choices by turns, and events with a name that is written otherwise, are told apart") {
+    const auto of = [](int index, std::string_view text, std::string_view finish = "null") {
+        return chunk(fmt::format(R"({{"index":{},"delta":{{"content":"{}"}},"finish_reason":{}}})",
+                                 index, text, finish));
+    };
+    const auto answer = read_stream(of(0, "a") + of(0, "b") + of(1, "x") + of(1, "y") + of(0, "c") +
+                                    of(1, "z") + of(0, "", "\"stop\"") + of(1, "", "\"stop\""));
+    CHECK(answer.response.text == "abc");
+    CHECK(json::parse(answer.response.body).at("choices").at(1).at("message").at("content") ==
+          "xyz");
+    std::string hidden;
+    for (const auto word : {"a", "b"})
+        hidden += event(fmt::format(R"({{"choic\u0065s":[{{"delta":{{"content":"1"}}}}],)"
+                                    R"("choices":[{{"delta":{{"content":"{}"}}}}]}})",
+                                    word));
+    CHECK(read_pieces({hidden + finish()}, true).response.text == "11"); // the first of a name
+}
+
 TEST_CASE("what comes after [DONE] is not read") {
     const auto answer = read_stream(content("a") + finish() + done + content("b") + event("{"));
     CHECK(answer.response.text == "a");

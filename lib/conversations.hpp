@@ -4,10 +4,10 @@
 
 #include "evalrt/request.hpp"
 #include "json_text.hpp"
+#include "text_hash.hpp"
 
 #include <algorithm>
 #include <deque>
-#include <functional>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -26,7 +26,7 @@ public:
         std::uint64_t conversation = 0;     ///< its number; 0: the request has no messages
         int turn = 0;                       ///< 0: it begins one, as far as is known
         std::chrono::milliseconds pause{0}; ///< from its answer to the next turn, at most, usually
-        std::uint64_t history = 0, before = 0; ///< what it asked, and the turn before
+        std::uint64_t number = 0, before = 0; ///< of the request and of the one it goes on with
     };
 
     /// `remembered`: the last requests that may be gone on with.
@@ -53,13 +53,12 @@ public:
             history = mixed(history, of_message(message, parts));
         }
         if (count == 0) return turn;
-        turn.history = history;
         for (auto it = said.rbegin(); it != said.rend(); ++it)
             if (auto* earlier = gone_on_with(it->before, it->message)) {
-                earlier->continued = true;
+                earlier->open = false;
                 turn.conversation = earlier->conversation;
                 turn.turn = earlier->turn + 1;
-                turn.before = it->before;
+                turn.before = earlier->number;
                 const auto gap = std::min<Clock::duration>(now - earlier->answered, most_pause);
                 gap_ = gap_ ? *gap_ + (gap - *gap_) / 8 : gap;
                 break;
@@ -68,45 +67,48 @@ public:
         turn.pause = std::clamp(std::chrono::duration_cast<std::chrono::milliseconds>(
                                     2 * gap_.value_or(Clock::duration())),
                                 least_pause, most_pause);
-        seen_[history].push_back({turn.conversation, turn.turn, {}, 0, false});
-        order_.push_back({history, turn.conversation});
-        while (order_.size() > remembered_) {
-            drop(order_.front().first, order_.front().second);
-            order_.pop_front();
-        }
+        turn.number = ++last_number_;
+        seen_.push_back({turn.number, history, turn.conversation, turn.turn, {}, 0, 0, true});
+        auto& chain = chains_[history];
+        if (chain.first == 0)
+            chain.first = turn.number;
+        else
+            find(chain.last)->next = turn.number;
+        chain.last = turn.number;
+        if (seen_.size() > remembered_) forget_first();
         return turn;
     }
 
     /// It has been answered with this text.
     void answered(const Turn& turn, std::string_view text, Point now) {
-        if (auto* it = find(turn.history, turn.conversation)) {
+        if (auto* it = find(turn.number)) {
             it->answered = now;
-            it->text = hash(text);
+            it->text = text_hash(text);
         }
     }
 
     /// It has ended otherwise: the turn before may be gone on with once more.
     void failed(const Turn& turn) {
-        drop(turn.history, turn.conversation);
-        if (auto* it = find(turn.before, turn.conversation)) it->continued = false;
+        if (auto* it = find(turn.number)) it->open = false;
+        if (auto* it = find(turn.before)) it->open = true;
     }
 
 private:
     static constexpr std::chrono::milliseconds least_pause{100}, most_pause{10'000};
 
     struct Seen {
-        std::uint64_t conversation;
+        std::uint64_t number, history, conversation;
         int turn;
         Point answered; // none: not yet
         std::uint64_t text;
-        bool continued;
+        std::uint64_t next; // that asked the same; 0: none so far
+        bool open;          // may be gone on with
+    };
+    struct Chain { // of those that asked the same, in their order: there may be thousands
+        std::uint64_t first = 0, last = 0;
     };
 
-    static std::uint64_t hash(std::string_view text) { return std::hash<std::string_view>()(text); }
-    static std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
-        a = (a ^ b) * 0x9e3779b97f4a7c15u;
-        return a ^ a >> 32;
-    }
+    static std::uint64_t hash(std::string_view text) { return text_hash(text); }
 
     static std::vector<Member> fields(std::string_view value) {
         return value.starts_with('{') ? members(value) : std::vector<Member>();
@@ -144,38 +146,38 @@ private:
     }
 
     Seen* gone_on_with(std::uint64_t history, std::string_view message) {
-        const auto it = seen_.find(history);
-        if (it == seen_.end()) return nullptr;
+        const auto chain = chains_.find(history);
+        if (chain == chains_.end()) return nullptr;
         const auto text = hash(text_of(message));
         Seen* found = nullptr;
-        for (auto& seen : it->second) {
-            if (seen.continued || seen.answered == Point{}) continue;
-            if (seen.text == text) return &seen;
-            if (!found) found = &seen; // clients cut answers, and leave reasoning out
+        for (auto* seen = find(chain->second.first); seen; seen = find(seen->next)) {
+            if (!seen->open || seen->answered == Point{}) continue;
+            if (seen->text == text) return seen;
+            if (!found) found = seen; // clients cut answers, and leave reasoning out
         }
         return found;
     }
 
-    Seen* find(std::uint64_t history, std::uint64_t conversation) {
-        const auto it = seen_.find(history);
-        if (it == seen_.end()) return nullptr;
-        for (auto& seen : it->second)
-            if (seen.conversation == conversation) return &seen;
-        return nullptr;
+    Seen* find(std::uint64_t number) {
+        if (seen_.empty() || number < seen_.front().number) return nullptr;
+        return &seen_[std::size_t(number - seen_.front().number)];
     }
 
-    void drop(std::uint64_t history, std::uint64_t conversation) {
-        const auto it = seen_.find(history);
-        if (it == seen_.end()) return;
-        std::erase_if(it->second, [&](const Seen& at) { return at.conversation == conversation; });
-        if (it->second.empty()) seen_.erase(it);
+    void forget_first() { // which is the first of its chain, too
+        const auto& it = seen_.front();
+        const auto chain = chains_.find(it.history);
+        if (it.next == 0)
+            chains_.erase(chain);
+        else
+            chain->second.first = it.next;
+        seen_.pop_front();
     }
 
     const std::size_t remembered_;
-    std::unordered_map<std::uint64_t, std::vector<Seen>> seen_; // by their history
-    std::deque<std::pair<std::uint64_t, std::uint64_t>> order_; // history and conversation
-    std::optional<Clock::duration> gap_; // between an answer and the next turn
-    std::uint64_t last_ = 0;
+    std::deque<Seen> seen_;                           // one number after the other
+    std::unordered_map<std::uint64_t, Chain> chains_; // by their history
+    std::optional<Clock::duration> gap_;              // between an answer and the next turn
+    std::uint64_t last_ = 0, last_number_ = 0;
 };
 
 } // namespace evalrt::detail

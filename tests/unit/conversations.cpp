@@ -3,6 +3,7 @@
 #include "support/catch.hpp"
 
 #include <string>
+#include <vector>
 
 using evalrt::Clock;
 using evalrt::detail::Conversations;
@@ -88,6 +89,33 @@ TEST_CASE("of several that have asked the same, the one that was answered so goe
     const auto branch = rig.ask(hi + "," + say("assistant", "two") + "," + more);
     CHECK(branch.turn == 0); // each goes on once
     CHECK(branch.conversation > c.conversation);
+}
+
+TEST_CASE("thousands that have asked the same go on each by itself, the last ones remembered") {
+    Rig rig{Conversations(3000)};
+    std::vector<Conversations::Turn> turns;
+    for (int i = 0; i < 5000; ++i) {
+        turns.push_back(rig.ask(hi));
+        if (i % 7 == 3)
+            rig.conversations.failed(turns.back());
+        else
+            rig.conversations.answered(turns.back(), std::to_string(i), rig.now);
+    }
+    for (const int i : {4999, 2010, 3000, 4001}) {
+        const auto next = rig.ask(hi + "," + say("assistant", std::to_string(i)) + "," + more);
+        CHECK(next.conversation == turns[std::size_t(i)].conversation);
+        CHECK(next.turn == 1);
+    }
+    // Of those that have failed or are forgotten, another one's: somebody's answer was cut.
+    for (const int i : {2012, 100}) {
+        const auto next = rig.ask(hi + "," + say("assistant", std::to_string(i)) + "," + more);
+        CHECK(next.turn == 1);
+        CHECK(next.conversation != turns[std::size_t(i)].conversation);
+    }
+    rig.conversations.failed(turns[100]); // whom nobody knows any more
+    rig.conversations.answered(turns[100], "x", rig.now);
+    for (int i = 0; i < 3000; ++i) rig.answer(say("user", std::to_string(i)), "hello");
+    CHECK(rig.ask(hi + "," + say("assistant", "4998") + "," + more).turn == 0);
 }
 
 TEST_CASE("a turn that failed may be asked again") {

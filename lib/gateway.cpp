@@ -4,6 +4,9 @@
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/http_backend.hpp"
 #include "gateway_wire.hpp"
+#include "http_request.hpp"
+#include "job.hpp"
+#include "text_hash.hpp"
 #include "wire.hpp"
 
 #include <boost/asio/as_tuple.hpp>
@@ -13,16 +16,16 @@
 #include <boost/asio/cancellation_signal.hpp>
 #include <boost/asio/co_spawn.hpp>
 #include <boost/asio/ip/tcp.hpp>
+#include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <boost/asio/use_awaitable.hpp>
 #include <boost/asio/write.hpp>
-#include <boost/beast/http/parser.hpp>
-#include <boost/beast/http/string_body.hpp>
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <new>
 #include <set>
 #include <stdexcept>
@@ -31,12 +34,14 @@
 namespace evalrt {
 namespace {
 
-namespace http = boost::beast::http;
 using Tcp = asio::ip::tcp;
 using detail::Asked;
 using detail::Call;
 using detail::Place;
 using detail::Refusal;
+
+template <class T = void>
+using Task = detail::Job<T>;
 
 constexpr auto token = asio::as_tuple(asio::use_awaitable);
 constexpr std::string_view json_type = "application/json";
@@ -48,19 +53,50 @@ struct Core;
 // A request at the Backend, and what has come of it. It outlives the connection that asked for it,
 // but not for long.
 struct Job {
-    explicit Job(const asio::any_io_executor& executor) : linger(executor) {}
-
     std::string endpoint, idempotency_key;
     Text body;
+    std::uint64_t key = 0; // of both
     detail::Conversations::Turn turn;
     asio::cancellation_signal cancel;
-    asio::steady_timer linger;
-    std::shared_ptr<TextFlow> flow = std::make_shared<TextFlow>();
-    Session* listener = nullptr; // who is told of news; null: its client has gone
-    std::string text;            // so far
-    bool text_first = true;      // the answer began with text
+    std::optional<asio::steady_timer> linger; // since its client has gone
+    std::shared_ptr<TextFlow> flow;           // null: it is not streamed
+    Session* listener = nullptr;              // who is told of news; null: its client has gone
+    std::string text;                         // so far
+    bool text_first = true;                   // the answer began with text
     bool done = false;
     Response response;
+};
+
+// What has been read and not yet been used. Where a read is on its way, its place stays.
+class Inbox {
+public:
+    std::string_view view() const { return {memory_.get() + begin_, end_ - begin_}; }
+    std::size_t size() const { return end_ - begin_; }
+    void use(std::size_t bytes) { begin_ += bytes; }
+
+    // For the next read; none may be on its way.
+    asio::mutable_buffer room(std::size_t wanted) {
+        const auto have = size();
+        if (begin_ == end_) begin_ = end_ = 0;
+        if (capacity_ - end_ < wanted) {
+            if (capacity_ < have + wanted) {
+                auto larger = std::make_unique_for_overwrite<char[]>(have + wanted);
+                if (have > 0) std::memcpy(larger.get(), memory_.get() + begin_, have);
+                memory_ = std::move(larger);
+                capacity_ = have + wanted;
+            } else {
+                std::memmove(memory_.get(), memory_.get() + begin_, have);
+            }
+            begin_ = 0;
+            end_ = have;
+        }
+        return {memory_.get() + end_, capacity_ - end_};
+    }
+    void came(std::size_t bytes) { end_ += bytes; }
+
+private:
+    std::unique_ptr<char[]> memory_;
+    std::size_t capacity_ = 0, begin_ = 0, end_ = 0;
 };
 
 // What all connections share.
@@ -70,7 +106,8 @@ struct Core : std::enable_shared_from_this<Core> {
           backend(backend_),
           options(std::move(options_)),
           acceptor(executor),
-          pause(executor) {
+          pause(executor),
+          timer(executor) {
         door.loopback = detail::is_loopback(options.host);
         door.token = options.token;
         door.field_limit = options.field_limit;
@@ -90,18 +127,18 @@ struct Core : std::enable_shared_from_this<Core> {
 
     Failure open();
     asio::awaitable<void> accept();
-    std::shared_ptr<Job> start(const Call& call, const Asked& asked);
-    std::shared_ptr<Job> running(const Call& call, const Text& body);
+    std::shared_ptr<Job> start(const Call& call, const Asked& asked, std::uint64_t key);
+    std::shared_ptr<Job> running(const Call& call, const Text& body, std::uint64_t key);
     void leave(const std::shared_ptr<Job>& job, bool delivered, bool asks_again);
     void forget(const Job& job);
     void ended(const std::shared_ptr<Job>& job, Response response);
     void count(const Response& response);
     void close();
     void check_closed();
+    void look(Clock::time_point at);
 
-    static std::size_t key(std::string_view endpoint, std::string_view body) {
-        const std::hash<std::string_view> hash;
-        return hash(body) * 31 + hash(endpoint);
+    static std::uint64_t key(std::string_view endpoint, std::string_view body) {
+        return detail::text_hash(body) * 31 + detail::text_hash(endpoint);
     }
 
     asio::any_io_executor executor;
@@ -111,8 +148,10 @@ struct Core : std::enable_shared_from_this<Core> {
     Tcp::endpoint place;
     Tcp::acceptor acceptor;
     asio::steady_timer pause;
+    asio::steady_timer timer; // for the time limits of all connections, which are far away
+    Clock::time_point looks_at = Clock::time_point::max();
     std::set<Session*> sessions;
-    std::unordered_multimap<std::size_t, std::shared_ptr<Job>> jobs; // that can be joined
+    std::unordered_multimap<std::uint64_t, std::shared_ptr<Job>> jobs; // that can be joined
     GatewayStats stats;
     detail::Conversations conversations;
     std::uint64_t last_id = 0;
@@ -120,8 +159,8 @@ struct Core : std::enable_shared_from_this<Core> {
     std::vector<asio::any_completion_handler<void(error_code)>> closers;
 };
 
-// One connection. A read is always on its way, so that its end is seen at any time; all else waits
-// on one timer that every event cancels.
+// One connection. A read is always on its way, so that its end is seen at any time. Its coroutine
+// waits for one event at a time: something read, news of its request, the end, the time.
 class Session : public std::enable_shared_from_this<Session> {
 public:
     Session(std::shared_ptr<Core> impl, Tcp::socket socket);
@@ -129,25 +168,42 @@ public:
 
     void start();
     void close();
-    void wake() { wake_.cancel(); }
+    void wake() {
+        if (!waiting_) return;
+        const auto alive = std::move(self_);
+        std::exchange(waiting_, nullptr).resume();
+    }
     // A piece of text has come. Too much that the client has not taken, and no more is read.
     void hear(Job& job) {
-        if (live(job) && job.text.size() - sent_ > options().unread_limit) job.flow->hold();
-        wake();
+        if (!live(job)) return;
+        if (job.text.size() - sent_ > options().unread_limit) job.flow->hold();
+        if (std::exchange(told_, true)) return; // pieces that come together go out together
+        asio::post(impl_->executor, [self = shared_from_this()] {
+            self->told_ = false;
+            self->wake();
+        });
+    }
+
+    // When its time is over; max: never.
+    Clock::time_point until() const { return until_; }
+    void late() {
+        late_ = true;
+        if (waiting_)
+            wake();
+        else
+            close(); // it writes, and nobody reads
     }
 
 private:
-    using Parser = http::request_parser<http::string_body>;
-
     const GatewayOptions& options() const { return impl_->options; }
 
-    void fill() {
+    void fill(std::size_t room = 16 << 10) {
         if (reading_ || gone_ || in_.size() >= read_ahead) return;
         reading_ = true;
-        socket_.async_read_some(asio::buffer(chunk_),
+        socket_.async_read_some(in_.room(room),
                                 [self = shared_from_this()](error_code ec, std::size_t n) {
                                     self->reading_ = false;
-                                    self->in_.append(self->chunk_.data(), n);
+                                    self->in_.came(n);
                                     if (ec)
                                         self->close();
                                     else
@@ -155,45 +211,69 @@ private:
                                 });
     }
 
+    struct Event {
+        Session& session;
+        bool await_ready() const noexcept { return false; }
+        void await_suspend(std::coroutine_handle<> waiting) {
+            session.self_ = session.shared_from_this();
+            session.waiting_ = waiting;
+        }
+        bool await_resume() const noexcept {
+            session.until_ = Clock::time_point::max();
+            return !session.late_;
+        }
+    };
     // False: the time has passed, and nothing has happened.
-    asio::awaitable<bool> wait(Clock::time_point until) {
-        wake_.expires_at(until);
-        auto [ec] = co_await wake_.async_wait(token);
-        co_return bool(ec);
+    Event wait(Clock::time_point until) {
+        late_ = false;
+        limit(until);
+        return {*this};
+    }
+    void limit(Clock::time_point until) {
+        until_ = until;
+        impl_->look(until);
     }
 
     // False: there is nothing more, or not in time.
-    asio::awaitable<bool> more(Clock::time_point until) {
+    Task<bool> more(Clock::time_point until, std::size_t room = 16 << 10) {
         const auto before = in_.size();
-        fill();
+        fill(room);
         while (!gone_ && in_.size() == before)
             if (!co_await wait(until) && in_.size() == before) break;
         co_return !gone_ && in_.size() > before;
     }
 
-    // True: the client has it all, whatever it does then.
-    asio::awaitable<bool> write(std::string_view head, std::string_view rest = {}) {
+    // True: the client has it all, whatever it does then. Nearly always the socket has room for it.
+    Task<bool> write(std::string_view head, std::string_view rest = {}) {
         if (gone_) co_return false;
-        stuck_.expires_after(options().write_time);
-        stuck_.async_wait([weak = weak_from_this()](error_code ec) {
-            if (auto self = weak.lock(); self && !ec) self->close();
-        });
-        const std::array<asio::const_buffer, 2> out{asio::buffer(head), asio::buffer(rest)};
-        auto [ec, n] = co_await asio::async_write(socket_, out, token);
-        stuck_.cancel();
+        std::array<asio::const_buffer, 2> out{asio::buffer(head), asio::buffer(rest)};
+        error_code ec;
+        const auto written = socket_.write_some(out, ec);
+        if (ec == asio::error::would_block) ec = {};
+        if (!ec && written < head.size() + rest.size()) {
+            const auto of_head = std::min(written, head.size());
+            out[0] += of_head;
+            out[1] += written - of_head;
+            late_ = false;
+            limit(Clock::now() + options().write_time);
+            auto [error, n] = co_await detail::operation<error_code, std::size_t>(
+                shared_from_this(),
+                [&](auto handler) { asio::async_write(socket_, out, std::move(handler)); });
+            until_ = Clock::time_point::max();
+            ec = error;
+        }
         if (ec) close();
         co_return !ec;
     }
 
-    asio::awaitable<bool> answer(int status, std::string_view type, std::string_view body,
-                                 std::string_view more_fields = {}) {
-        const auto head =
-            detail::answer_head(status, type, body.size(), call_.keep_alive,
-                                parser_ && parser_->get().version() < 11, more_fields);
+    Task<bool> answer(int status, std::string_view type, std::string_view body,
+                      std::string_view more_fields = {}) {
+        const auto head = detail::answer_head(status, type, body.size(), call_.keep_alive,
+                                              head_.old, more_fields);
         co_return co_await write(head, head_only_ ? std::string_view() : body);
     }
 
-    asio::awaitable<bool> refuse(const Refusal& refusal) {
+    Task<bool> refuse(const Refusal& refusal) {
         std::string fields;
         if (!call_.allow.empty()) fields += "Allow: " + call_.allow + "\r\n";
         if (refusal.status == 401) fields += "WWW-Authenticate: Bearer\r\n";
@@ -202,21 +282,22 @@ private:
     }
 
     // For what is wrong before a request to the model.
-    asio::awaitable<bool> turn_away(int status, std::string message) {
+    Task<bool> turn_away(int status, std::string message) {
         ++impl_->stats.refused;
         call_.keep_alive = false;
         const Refusal refusal{status, std::move(message), {}};
         co_return co_await refuse(refusal);
     }
 
-    asio::awaitable<void> run();
-    asio::awaitable<bool> read_head(bool first);
-    asio::awaitable<bool> read_body();
-    asio::awaitable<void> serve();
-    asio::awaitable<void> ask_model();
-    asio::awaitable<void> ask_server();
-    asio::awaitable<bool> whole(const std::shared_ptr<Job>& job);
-    asio::awaitable<bool> stream(const std::shared_ptr<Job>& job, const Asked& asked);
+    Task<> whole_life();
+    Task<> run();
+    Task<bool> read_head(bool first);
+    Task<bool> read_body(std::string& body);
+    Task<> serve();
+    Task<> ask_model(std::string body);
+    Task<> ask_server(std::string body);
+    Task<bool> whole(const std::shared_ptr<Job>& job);
+    Task<bool> stream(const std::shared_ptr<Job>& job, const Asked& asked);
     void leave(const std::shared_ptr<Job>& job, bool delivered);
     // Whether text goes out as it comes.
     bool live(const Job& job) const { return writer_ && (job.text_first || writer_->text_first()); }
@@ -226,37 +307,44 @@ private:
 
     std::shared_ptr<Core> impl_;
     Tcp::socket socket_;
-    asio::steady_timer wake_, stuck_;
-    std::array<char, 16 << 10> chunk_;
-    std::string in_; // read, not parsed
-    std::optional<Parser> parser_;
+    Inbox in_;
+    detail::RequestHead head_; // its views are good until more is read
     Call call_;
     std::uint32_t from_ = 0; // the client's address
     Clock::time_point asked_at_;
     std::unique_ptr<detail::EventWriter> writer_; // of the stream that is answered
     std::size_t sent_ = 0;                        // of its text
-    bool reading_ = false, gone_ = false, head_only_ = false;
+    bool reading_ = false, gone_ = false, head_only_ = false, told_ = false;
+
+    Clock::time_point until_ = Clock::time_point::max();
+    bool late_ = false;
+    std::coroutine_handle<> waiting_; // for an event; null: it runs, or writes
+    std::shared_ptr<Session> self_;   // meanwhile
+    std::optional<Task<>> job_;       // the last one: its frames look at all the others
 };
 
 Session::Session(std::shared_ptr<Core> impl, Tcp::socket socket)
-    : impl_(std::move(impl)),
-      socket_(std::move(socket)),
-      wake_(impl_->executor),
-      stuck_(impl_->executor) {
+    : impl_(std::move(impl)), socket_(std::move(socket)) {
     error_code unknown;
     if (const auto peer = socket_.remote_endpoint(unknown); !unknown)
         from_ = std::uint32_t(std::hash<std::string>()(peer.address().to_string()));
+    socket_.non_blocking(true, unknown);
     impl_->sessions.insert(this);
 }
 
 Session::~Session() {
+    job_.reset();
     impl_->sessions.erase(this);
+    if (impl_->sessions.empty()) { // nothing of ours may keep the context from its end
+        impl_->timer.cancel();
+        impl_->looks_at = Clock::time_point::max();
+    }
     impl_->check_closed();
 }
 
 void Session::start() {
-    asio::co_spawn(impl_->executor, run(),
-                   [self = shared_from_this()](std::exception_ptr) { self->close(); });
+    job_.emplace(whole_life());
+    job_->start();
 }
 
 void Session::close() {
@@ -266,7 +354,15 @@ void Session::close() {
     wake();
 }
 
-asio::awaitable<void> Session::run() {
+Task<> Session::whole_life() {
+    try {
+        co_await run();
+    } catch (...) { // out of memory: the others go on
+    }
+    close();
+}
+
+Task<> Session::run() {
     for (bool first = true; co_await read_head(first); first = false) {
         co_await serve();
         if (gone_ || !call_.keep_alive) break;
@@ -276,35 +372,36 @@ asio::awaitable<void> Session::run() {
     error_code ignored;
     socket_.shutdown(Tcp::socket::shutdown_send, ignored);
     const auto until = Clock::now() + std::chrono::seconds(5);
-    do in_.clear();
+    do in_.use(in_.size());
     while (co_await more(until));
 }
 
 // False: there is no further request.
-asio::awaitable<bool> Session::read_head(bool first) {
+Task<bool> Session::read_head(bool first) {
     call_ = {};
-    head_only_ = false;
-    parser_.reset();
+    head_.old = head_only_ = false;
     const auto& limits = options();
     auto until = Clock::now() + (first ? limits.header_time : limits.idle_time);
     bool begun = false;
+    std::size_t end = 0;
     for (std::size_t seen = 0;;) {
-        while (in_.starts_with("\r\n")) in_.erase(0, 2); // some send one too many after a body
-        const auto end = in_.find("\r\n\r\n", seen - std::min<std::size_t>(seen, 3));
+        while (in_.view().starts_with("\r\n")) in_.use(2); // some send one too many after a body
+        const auto bytes = in_.view();
+        end = bytes.find("\r\n\r\n", seen - std::min<std::size_t>(seen, 3));
         // A line end without its first half is how two readers come to see two different requests.
-        for (auto at = in_.find('\n', seen); at < std::min(end, in_.size());
-             at = in_.find('\n', at + 1))
-            if (at == 0 || in_[at - 1] != '\r') {
+        for (auto at = bytes.find('\n', seen); at < std::min(end, bytes.size());
+             at = bytes.find('\n', at + 1))
+            if (at == 0 || bytes[at - 1] != '\r') {
                 co_await turn_away(400, "the request has a line end without a carriage return");
                 co_return false;
             }
-        if (std::min(end, in_.size()) > limits.header_limit) {
+        if (std::min(end, bytes.size()) > limits.header_limit) {
             co_await turn_away(431, fmt::format("the headers are over the limit of {} bytes",
                                                 limits.header_limit));
             co_return false;
         }
-        if (end != in_.npos) break;
-        seen = in_.size();
+        if (end != bytes.npos) break;
+        seen = bytes.size();
         if (!begun && seen > 0) {
             begun = true;
             if (!first) until = Clock::now() + limits.header_time;
@@ -314,66 +411,58 @@ asio::awaitable<bool> Session::read_head(bool first) {
             co_return false;
         }
     }
-    parser_.emplace();
-    parser_->header_limit(std::uint32_t(limits.header_limit) + 1024);
-    parser_->body_limit(boost::none); // checked when it is known who asks
-    error_code ec;
-    in_.erase(0, parser_->put(asio::const_buffer(in_.data(), in_.size()), ec));
-    if (ec == http::error::need_more) ec = http::error::bad_value;
-    if (!ec && !parser_->is_header_done()) ec = http::error::bad_value;
-    if (ec) {
-        co_await turn_away(400, fmt::format("the request is not HTTP/1.1 ({})", ec.message()));
+    const auto bytes = in_.view().substr(0, end + 4);
+    in_.use(bytes.size());
+    if (const auto wrong = detail::read_request_head(bytes, head_); !wrong.empty()) {
+        head_.old = false;
+        co_await turn_away(400, "the request is not HTTP/1.1: " + wrong);
         co_return false;
     }
-    detail::RequestHead head;
-    const auto& message = parser_->get();
-    const auto view = [](auto text) { return std::string_view(text.data(), text.size()); };
-    head.method = view(message.method_string());
-    head.target = view(message.target());
-    head.old = message.version() < 11;
-    for (const auto& it : message)
-        head.fields.push_back({view(it.name_string()), view(it.value())});
-    head_only_ = head.method == "HEAD";
-    call_ = detail::read_call(head, impl_->door);
+    head_only_ = head_.method == "HEAD";
+    call_ = detail::read_call(head_, impl_->door);
     call_.client += from_;
     co_return true;
 }
 
-asio::awaitable<bool> Session::read_body() {
-    parser_->body_limit(options().body_limit);
-    parser_->eager(true);
-    if (call_.expects_continue && in_.empty() && !parser_->is_done())
+Task<bool> Session::read_body(std::string& body) {
+    const auto limit = options().body_limit;
+    if (call_.expects_continue && in_.size() == 0)
         if (!co_await write("HTTP/1.1 100 Continue\r\n\r\n")) co_return false;
-    while (!parser_->is_done()) {
-        error_code ec = http::error::need_more;
-        if (!in_.empty())
-            in_.erase(0, parser_->put(asio::const_buffer(in_.data(), in_.size()), ec));
-        if (parser_->is_done()) break;
-        if (ec == http::error::body_limit) {
-            co_await turn_away(
-                413, fmt::format("the body is over the limit of {} bytes", options().body_limit));
-            co_return false;
+    if (!call_.chunked) body.reserve(std::min<std::size_t>(call_.length, 1 << 20));
+    detail::ChunkedBody chunks;
+    using State = detail::ChunkedBody::State;
+    for (;;) {
+        if (call_.chunked) {
+            in_.use(chunks.take(in_.view(), body, limit));
+            if (chunks.state() == State::done) co_return true;
+            if (chunks.state() == State::large)
+                co_await turn_away(413,
+                                   fmt::format("the body is over the limit of {} bytes", limit));
+            if (chunks.state() == State::bad)
+                co_await turn_away(400, "the chunks of the body are not HTTP/1.1");
+            if (chunks.state() != State::more) co_return false;
+        } else {
+            const auto piece = in_.view().substr(0, call_.length - body.size());
+            body.append(piece);
+            in_.use(piece.size());
+            if (body.size() == call_.length) co_return true;
         }
-        // What Beast cannot go on with is the head of a chunk, which is short.
-        if ((ec && ec != http::error::need_more) || in_.size() >= read_ahead) {
-            co_await turn_away(400, "the chunks of the body are not HTTP/1.1");
-            co_return false;
-        }
-        if (!co_await more(Clock::now() + options().body_time)) {
+        const std::size_t room = body.size() + (16 << 10) < call_.length ? 64 << 10 : 16 << 10;
+        if (!co_await more(Clock::now() + options().body_time, room)) {
             if (!gone_) co_await turn_away(408, "the body does not come on");
             co_return false;
         }
     }
-    co_return true;
 }
 
-asio::awaitable<void> Session::serve() {
+Task<> Session::serve() {
     if (call_.refusal.status) {
         ++impl_->stats.refused;
         co_await refuse(call_.refusal);
         co_return;
     }
-    if (call_.post && !co_await read_body()) {
+    std::string body;
+    if (call_.post && !co_await read_body(body)) {
         call_.keep_alive = false;
         co_return;
     }
@@ -390,14 +479,14 @@ asio::awaitable<void> Session::serve() {
         const auto list = detail::models_body(options().model);
         co_await answer(200, json_type, list);
     } else if (call_.place == Place::models || call_.place == Place::plain) {
-        co_await ask_server();
+        co_await ask_server(std::move(body));
     } else {
-        co_await ask_model();
+        co_await ask_model(std::move(body));
     }
 }
 
 // What is no question to a model goes to the server as it is, past the queue.
-asio::awaitable<void> Session::ask_server() {
+Task<> Session::ask_server(std::string body) {
     if (!options().server) {
         const Refusal refusal{404,
                               "there is nothing here but /v1/chat/completions, /v1/completions, "
@@ -406,11 +495,11 @@ asio::awaitable<void> Session::ask_server() {
         co_await refuse(refusal);
         co_return;
     }
-    auto job = std::make_shared<Job>(impl_->executor);
+    auto job = std::make_shared<Job>();
     Request request;
     request.endpoint = call_.endpoint;
     request.method = call_.method;
-    request.body = std::move(parser_->get().body());
+    request.body = std::move(body);
     request.plain = true;
     ++impl_->stats.open;
     options().server->async_complete(
@@ -444,8 +533,8 @@ asio::awaitable<void> Session::ask_server() {
     }
 }
 
-asio::awaitable<void> Session::ask_model() {
-    auto asked = detail::read_asked(std::move(parser_->get().body()));
+Task<> Session::ask_model(std::string body) {
+    auto asked = detail::read_asked(std::move(body));
     if (!asked.error.empty()) {
         ++impl_->stats.refused;
         const Refusal refusal{400, asked.error, {}};
@@ -453,12 +542,13 @@ asio::awaitable<void> Session::ask_model() {
         co_return;
     }
     if (asked.model.empty()) asked.model = options().model;
-    auto job = impl_->running(call_, asked.body);
-    if (!job) job = impl_->start(call_, asked);
+    const auto key = Core::key(call_.endpoint, asked.body);
+    auto job = impl_->running(call_, asked.body, key);
+    if (!job) job = impl_->start(call_, asked, key);
     if (auto* before = std::exchange(job->listener, this)) before->wake();
     writer_.reset();
-    job->flow->go();
-    job->linger.cancel();
+    if (job->flow) job->flow->go();
+    job->linger.reset();
     fill();
     bool delivered = false;
     try {
@@ -479,20 +569,21 @@ void Session::leave(const std::shared_ptr<Job>& job, bool delivered) {
     impl_->leave(job, delivered, call_.patience.count() > 0 && waited >= call_.patience);
 }
 
-asio::awaitable<bool> Session::whole(const std::shared_ptr<Job>& job) {
+Task<bool> Session::whole(const std::shared_ptr<Job>& job) {
     while (!job->done && mine(*job)) co_await wait(Clock::time_point::max());
     if (!mine(*job)) co_return false;
     if (job->response.outcome) {
         const auto refusal = detail::refusal_of(job->response);
         co_return co_await refuse(refusal);
     }
-    const auto body = detail::whole_answer(call_.place, job->response);
+    std::string changed;
+    const auto body = detail::whole_answer(call_.place, job->response, changed);
     co_return co_await answer(200, json_type, body);
 }
 
 // What has come since the last write goes out as one event: a client that reads slowly gets fewer.
-asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Asked& asked) {
-    const bool old = parser_->get().version() < 11;
+Task<bool> Session::stream(const std::shared_ptr<Job>& job, const Asked& asked) {
+    const bool old = head_.old;
     writer_ =
         detail::make_event_writer(call_.place, asked, fmt::format("evalrt-{}", ++impl_->last_id),
                                   std::chrono::duration_cast<std::chrono::seconds>(
@@ -506,7 +597,7 @@ asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Ask
         if (old)
             out += events;
         else
-            out += fmt::format("{:x}\r\n{}\r\n", events.size(), events);
+            detail::append_chunk(out, events);
     };
     sent_ = 0;
     while (mine(*job)) {
@@ -516,7 +607,7 @@ asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Ask
             sent_ = text.size();
             if (!co_await write(out)) co_return false;
             out.clear();
-            job->flow->go();
+            if (job->flow) job->flow->go();
         } else if (job->done) {
             break;
         } else {
@@ -528,7 +619,7 @@ asio::awaitable<bool> Session::stream(const std::shared_ptr<Job>& job, const Ask
     if (!job->response.outcome) {
         if (const auto rest = writer_->end(job->response)) {
             add(*rest);
-            if (!old) out += "0\r\n\r\n";
+            if (!old) out += detail::last_chunk;
             if (old) call_.keep_alive = false;
             co_return co_await write(out);
         }
@@ -582,8 +673,8 @@ asio::awaitable<void> Core::accept() {
 
 // The same request, if it may be shared: its client has gone, or says that it is the same. Two
 // clients that ask the same are otherwise two samples.
-std::shared_ptr<Job> Core::running(const Call& call, const Text& body) {
-    const auto [begin, end] = jobs.equal_range(key(call.endpoint, body));
+std::shared_ptr<Job> Core::running(const Call& call, const Text& body, std::uint64_t key) {
+    const auto [begin, end] = jobs.equal_range(key);
     for (auto it = begin; it != end; ++it) {
         const auto& job = it->second;
         const bool same =
@@ -597,12 +688,14 @@ std::shared_ptr<Job> Core::running(const Call& call, const Text& body) {
     return nullptr;
 }
 
-std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked) {
-    auto job = std::make_shared<Job>(executor);
+std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked, std::uint64_t key) {
+    auto job = std::allocate_shared<Job>(detail::SpareAllocator<Job>());
     job->endpoint = call.endpoint;
     job->idempotency_key = call.idempotency_key;
     job->body = asked.body;
-    jobs.emplace(key(job->endpoint, job->body), job);
+    job->key = key;
+    if (asked.stream) job->flow = std::make_shared<TextFlow>();
+    jobs.emplace(key, job);
     ++stats.requests;
     ++stats.open;
     job->turn = conversations.asked(job->endpoint, job->body, Clock::now());
@@ -673,11 +766,12 @@ void Core::count(const Response& response) {
 
 void Core::leave(const std::shared_ptr<Job>& job, bool delivered, bool asks_again) {
     job->listener = nullptr;
-    if (asks_again) job->flow->go(); // else what was not read stays held back until it is cancelled
+    if (asks_again && job->flow)
+        job->flow->go(); // else what was not read stays held back until it is cancelled
     if (delivered) return forget(*job); // nobody else may get the same answer
     if (closing) return job->cancel.emit(asio::cancellation_type::terminal);
-    job->linger.expires_after(asks_again ? options.retry_linger : options.linger);
-    job->linger.async_wait([self = shared_from_this(), job](error_code ec) {
+    job->linger.emplace(executor, asks_again ? options.retry_linger : options.linger);
+    job->linger->async_wait([self = shared_from_this(), job](error_code ec) {
         if (ec || job->listener) return;
         self->forget(*job);
         job->cancel.emit(asio::cancellation_type::terminal);
@@ -685,7 +779,7 @@ void Core::leave(const std::shared_ptr<Job>& job, bool delivered, bool asks_agai
 }
 
 void Core::forget(const Job& job) {
-    const auto [begin, end] = jobs.equal_range(key(job.endpoint, job.body));
+    const auto [begin, end] = jobs.equal_range(job.key);
     for (auto it = begin; it != end; ++it)
         if (it->second.get() == &job) return void(jobs.erase(it));
 }
@@ -695,12 +789,36 @@ void Core::close() {
     error_code ignored;
     acceptor.close(ignored);
     pause.cancel();
-    for (auto* session : sessions) session->close();
+    std::vector<std::shared_ptr<Session>> all; // which take themselves out
+    for (auto* session : sessions) all.push_back(session->shared_from_this());
+    for (const auto& session : all) session->close();
     const auto running = std::exchange(jobs, {});
     for (const auto& [key, job] : running) {
-        job->linger.cancel();
+        job->linger.reset();
         job->cancel.emit(asio::cancellation_type::terminal);
     }
+}
+
+// One timer for all of them.
+void Core::look(Clock::time_point at) {
+    if (at >= looks_at) return;
+    looks_at = at;
+    timer.expires_at(at);
+    timer.async_wait([weak = weak_from_this()](error_code ec) {
+        const auto self = weak.lock();
+        if (ec || !self) return;
+        const auto now = Clock::now();
+        auto next = Clock::time_point::max();
+        std::vector<std::shared_ptr<Session>> over;
+        for (auto* session : self->sessions)
+            if (session->until() <= now)
+                over.push_back(session->shared_from_this());
+            else
+                next = std::min(next, session->until());
+        self->looks_at = Clock::time_point::max();
+        self->look(next);
+        for (const auto& session : over) session->late();
+    });
 }
 
 void Core::check_closed() {

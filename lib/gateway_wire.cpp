@@ -1,6 +1,7 @@
 #include "gateway_wire.hpp"
 
 #include "json_text.hpp"
+#include "text_hash.hpp"
 #include "wire.hpp"
 
 #include <boost/asio/ip/address.hpp>
@@ -9,17 +10,19 @@
 #include <openssl/crypto.h>
 
 #include <algorithm>
-#include <cctype>
+#include <array>
 #include <charconv>
 #include <cstdlib>
 
 namespace evalrt::detail {
 namespace {
 
+// ASCII's own: the C library's asks the locale, and is called for each character.
+char lower(char c) { return c >= 'A' && c <= 'Z' ? char(c | 0x20) : c; }
+
 bool same_nocase(std::string_view a, std::string_view b) {
-    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](unsigned char x, unsigned char y) {
-        return std::tolower(x) == std::tolower(y);
-    });
+    return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(),
+                                              [](char x, char y) { return lower(x) == lower(y); });
 }
 
 std::string_view trimmed(std::string_view text) {
@@ -28,25 +31,57 @@ std::string_view trimmed(std::string_view text) {
     return text;
 }
 
+// The headers that mean something here, all found in one pass.
+enum class Name {
+    host,
+    origin,
+    content_length,
+    transfer_encoding,
+    content_type,
+    content_encoding,
+    authorization,
+    x_api_key,
+    user_agent,
+    connection,
+    expect,
+    anthropic_version,
+    idempotency_key,
+    read_timeout,
+    client_name
+};
+constexpr std::size_t names = std::size_t(Name::client_name) + 1;
+constexpr std::string_view name_of[names] = {"host",
+                                             "origin",
+                                             "content-length",
+                                             "transfer-encoding",
+                                             "content-type",
+                                             "content-encoding",
+                                             "authorization",
+                                             "x-api-key",
+                                             "user-agent",
+                                             "connection",
+                                             "expect",
+                                             "anthropic-version",
+                                             "idempotency-key",
+                                             "x-stainless-read-timeout",
+                                             "x-evalrt-client"};
+
 class Fields {
 public:
-    explicit Fields(const std::vector<Field>& list) : list_(list) {}
+    explicit Fields(const std::vector<Field>& list) : list_(list) {
+        for (const auto& it : list)
+            for (std::size_t i = 0; i < names; ++i)
+                if (same_nocase(it.name, name_of[i]) && count_[i]++ == 0) value_[i] = it.value;
+    }
 
-    std::size_t count(std::string_view name) const {
-        return std::size_t(std::count_if(list_.begin(), list_.end(), [&](const Field& it) {
-            return same_nocase(it.name, name);
-        }));
-    }
+    unsigned count(Name name) const { return count_[std::size_t(name)]; }
     // The first of that name; empty: there is none.
-    std::string_view operator[](std::string_view name) const {
-        for (const auto& it : list_)
-            if (same_nocase(it.name, name)) return it.value;
-        return {};
-    }
+    std::string_view operator[](Name name) const { return value_[std::size_t(name)]; }
     // Whether a list of words has this one.
-    bool has_word(std::string_view name, std::string_view word) const {
+    bool has_word(Name name, std::string_view word) const {
+        if (count(name) == 0) return false;
         for (const auto& it : list_) {
-            if (!same_nocase(it.name, name)) continue;
+            if (!same_nocase(it.name, name_of[std::size_t(name)])) continue;
             for (auto rest = it.value; !rest.empty();) {
                 const auto comma = std::min(rest.find(','), rest.size());
                 if (same_nocase(trimmed(rest.substr(0, comma)), word)) return true;
@@ -58,6 +93,8 @@ public:
 
 private:
     const std::vector<Field>& list_;
+    std::array<std::string_view, names> value_;
+    std::array<unsigned, names> count_{};
 };
 
 // A name of this machine for itself, with this port.
@@ -70,23 +107,24 @@ bool names_us(std::string_view host, std::uint16_t port) {
     return number == std::to_string(port);
 }
 
-Refusal check_framing(const RequestHead& head, const Fields& fields, const Door& door) {
-    const auto lengths = fields.count("content-length");
-    const auto codings = fields.count("transfer-encoding");
+Refusal check_framing(const RequestHead& head, const Fields& fields, const Door& door, Call& call) {
+    using enum Name;
+    const auto lengths = fields.count(content_length);
+    const auto codings = fields.count(transfer_encoding);
     if (lengths > 1) return {400, "the request has more than one Content-Length", {}};
     if (codings > 1 || (codings > 0 && lengths > 0))
         return {400, "the request says twice how long it is", {}};
     if (codings > 0 && head.old) return {400, "HTTP/1.0 has no Transfer-Encoding", {}};
-    if (codings > 0 && !same_nocase(fields["transfer-encoding"], "chunked"))
+    call.chunked = codings > 0;
+    if (codings > 0 && !same_nocase(fields[transfer_encoding], "chunked"))
         return {501, "the only known Transfer-Encoding is chunked", {}};
     if (lengths == 0) return {};
-    const auto text = fields["content-length"];
-    std::uint64_t length = 0;
-    const auto [end, ec] = std::from_chars(text.data(), text.data() + text.size(), length);
+    const auto text = fields[content_length];
+    const auto [end, ec] = std::from_chars(text.data(), text.data() + text.size(), call.length);
     if (text.empty() || end != text.data() + text.size() ||
         (ec != std::errc() && ec != std::errc::result_out_of_range))
         return {400, "the Content-Length is no number", {}};
-    if (ec != std::errc() || length > door.body_limit)
+    if (ec != std::errc() || call.length > door.body_limit)
         return {413, fmt::format("the body is over the limit of {} bytes", door.body_limit), {}};
     return {};
 }
@@ -174,19 +212,25 @@ std::string_view reason_of(int status) {
 }
 
 // JSON that stands on several lines would end an event.
-std::string event(std::string_view type, std::string data) {
-    for (char& c : data)
-        if (c == '\n' || c == '\r') c = ' ';
-    if (type.empty()) return "data: " + data + "\n\n";
-    return fmt::format("event: {}\ndata: {}\n\n", type, data);
+std::string event(std::string_view type, std::string_view data) {
+    std::string out;
+    out.reserve(type.size() + data.size() + 20);
+    if (!type.empty()) out.append("event: ").append(type).append("\n");
+    const auto begin = out.append("data: ").size();
+    out += data;
+    for (const char end : {'\n', '\r'})
+        for (auto at = out.find(end, begin); at != out.npos; at = out.find(end, at)) out[at] = ' ';
+    out += "\n\n";
+    return out;
 }
 
 bool is_string(std::string_view json) { return json.starts_with('"'); }
 
-std::string with_usage(Place place, std::string body, const Usage& usage) {
+// Nothing: it has it.
+std::optional<std::string> with_usage(Place place, std::string_view body, const Usage& usage) {
     const auto list = members(body);
     const auto told = member(list, "usage");
-    const std::string given(told && told->starts_with('{') ? *told : "{}");
+    const auto given = told && told->starts_with('{') ? *told : std::string_view("{}");
     const auto has = members(given);
     std::vector<Change> counts;
     const auto add = [&](std::string_view key, std::int64_t number) {
@@ -202,9 +246,9 @@ std::string with_usage(Place place, std::string body, const Usage& usage) {
         add("completion_tokens", made);
         add("total_tokens", prompt + made);
     }
-    if (counts.empty()) return body;
-    const Change change{"usage", with_changes(given, counts)};
-    return with_changes(body, {&change, 1});
+    if (counts.empty()) return {};
+    const Change change{"usage", with_changes(given, has, counts)};
+    return with_changes(body, list, {&change, 1});
 }
 
 // Arguments that are text; a call without any has none of their bytes, or the object itself.
@@ -224,8 +268,9 @@ std::string with_text_arguments(std::string_view call) {
     return with_changes(call, {&change, 1});
 }
 
-std::string with_whole_calls(std::string body) {
-    if (body.find("\"tool_calls\"") == body.npos) return body;
+// Nothing: it has none.
+std::optional<std::string> with_whole_calls(std::string_view body) {
+    if (body.find("\"tool_calls\"") == body.npos) return {};
     std::string choices;
     for (const auto choice : elements(member(members(body), "choices").value_or("[]"))) {
         choices += choices.empty() ? "[" : ", ";
@@ -271,7 +316,8 @@ public:
 
     std::optional<std::string> end(const Response& response) override {
         if (!response.text.starts_with(sent_)) return {};
-        const auto body = whole_answer(chat_ ? Place::chat : Place::completions, response);
+        std::string changed;
+        const auto body = whole_answer(chat_ ? Place::chat : Place::completions, response, changed);
         const auto list = members(body);
         std::string more; // what else is said of the answer as a whole
         for (const auto& it : list) {
@@ -385,7 +431,8 @@ public:
 
     std::optional<std::string> end(const Response& response) override {
         if (!response.text.starts_with(sent_)) return {};
-        const auto body = whole_answer(Place::messages, response);
+        std::string changed;
+        const auto body = whole_answer(Place::messages, response, changed);
         const auto list = members(body);
         const std::string usage(member(list, "usage").value_or("{}"));
         std::string out;
@@ -492,10 +539,11 @@ bool same_secret(std::string_view a, std::string_view b) {
 }
 
 Call read_call(const RequestHead& head, const Door& door) {
+    using enum Name;
     Call call;
     const Fields fields(head.fields);
     const auto path = head.target.substr(0, head.target.find('?'));
-    call.anthropic = path.find("/messages") != path.npos || fields.count("anthropic-version") > 0;
+    call.anthropic = path.find("/messages") != path.npos || fields.count(anthropic_version) > 0;
     const auto refuse = [&](int status, std::string message) {
         call.refusal = {status, std::move(message), {}};
         call.keep_alive = false;
@@ -503,31 +551,31 @@ Call read_call(const RequestHead& head, const Door& door) {
     };
 
     // A page of another site may reach us by a name of its own that leads to this address.
-    if (fields.count("host") != 1) return refuse(400, "the request needs exactly one Host header");
-    const auto host = fields["host"];
-    if (door.loopback && !names_us(host, door.port))
+    if (fields.count(host) != 1) return refuse(400, "the request needs exactly one Host header");
+    if (door.loopback && !names_us(fields[host], door.port))
         return refuse(421, fmt::format("the Host header names another server than this one: use "
                                        "127.0.0.1:{}",
                                        door.port));
-    if (const auto count = fields.count("origin"); count > 0) {
-        auto origin = fields["origin"];
-        const bool plain = origin.starts_with("http://");
-        if (plain) origin.remove_prefix(7);
-        const bool own = door.loopback ? names_us(origin, door.port) : same_nocase(origin, host);
+    if (const auto count = fields.count(origin); count > 0) {
+        auto page = fields[origin];
+        const bool plain = page.starts_with("http://");
+        if (plain) page.remove_prefix(7);
+        const bool own =
+            door.loopback ? names_us(page, door.port) : same_nocase(page, fields[host]);
         if (count > 1 || !plain || !own) return refuse(403, "requests of web pages are not taken");
     }
     if (!head.target.starts_with('/'))
         return refuse(400, "the request's target is no path of this server");
     if (head.fields.size() > door.field_limit)
         return refuse(431, fmt::format("the request has more than {} headers", door.field_limit));
-    if (auto framing = check_framing(head, fields, door); framing.status)
+    if (auto framing = check_framing(head, fields, door, call); framing.status)
         return refuse(framing.status, std::move(framing.message));
     if (!door.token.empty()) {
-        auto given = fields["authorization"];
+        auto given = fields[authorization];
         if (given.size() > 7 && same_nocase(given.substr(0, 7), "bearer "))
             given = trimmed(given.substr(7));
         const bool bearer = same_secret(given, door.token);
-        const bool key = same_secret(fields["x-api-key"], door.token);
+        const bool key = same_secret(fields[x_api_key], door.token);
         if (!bearer && !key)
             return refuse(401, "this server wants its token, as a bearer token or as x-api-key");
     }
@@ -536,8 +584,7 @@ Call read_call(const RequestHead& head, const Door& door) {
     if (name.starts_with("/v1/")) name.remove_prefix(3);
     const auto* known = std::find_if(std::begin(served), std::end(served),
                                      [&](const Served& it) { return it.path == name; });
-    const bool has_body = fields.count("transfer-encoding") > 0 ||
-                          (fields.count("content-length") > 0 && fields["content-length"] != "0");
+    const bool has_body = call.chunked || call.length > 0;
     if (known == std::end(served)) {
         if (std::find(std::begin(passed_on), std::end(passed_on), head.method) ==
             std::end(passed_on)) {
@@ -563,28 +610,27 @@ Call read_call(const RequestHead& head, const Door& door) {
     call.post = head.method != "GET" && (head.method != "DELETE" || has_body);
     if (!call.post && has_body) return refuse(400, "a GET has no body");
     if (call.post) {
-        auto type = fields["content-type"];
+        auto type = fields[content_type];
         type = trimmed(type.substr(0, type.find(';')));
         if (!same_nocase(type, "application/json"))
             return refuse(415, "the Content-Type has to be application/json");
-        if (const auto coding = fields["content-encoding"];
+        if (const auto coding = fields[content_encoding];
             !coding.empty() && !same_nocase(coding, "identity"))
             return refuse(415, "a compressed body is not taken");
-        if (fields.count("content-length") + fields.count("transfer-encoding") == 0)
+        if (fields.count(content_length) + fields.count(transfer_encoding) == 0)
             return refuse(411, "the request does not say how long its body is");
     }
-    if (fields.count("expect") > 0) {
-        if (!same_nocase(fields["expect"], "100-continue"))
+    if (fields.count(expect) > 0) {
+        if (!same_nocase(fields[expect], "100-continue"))
             return refuse(417, "the only known Expect is 100-continue");
         call.expects_continue = has_body && !head.old;
     }
-    call.keep_alive = !head.old && !fields.has_word("connection", "close");
-    call.idempotency_key = fields["idempotency-key"];
-    const std::hash<std::string_view> hash;
-    for (const auto field : {"authorization", "x-api-key", "user-agent", "x-evalrt-client"})
-        call.client = std::uint32_t(call.client * 31 + hash(fields[field]));
-    const auto seconds = fields["x-stainless-read-timeout"];
-    const double limit = std::strtod(std::string(seconds).c_str(), nullptr);
+    call.keep_alive = !head.old && !fields.has_word(connection, "close");
+    call.idempotency_key = fields[idempotency_key];
+    for (const auto field : {authorization, x_api_key, user_agent, client_name})
+        call.client = std::uint32_t(call.client * 31 + text_hash(fields[field]));
+    const auto seconds = fields[read_timeout];
+    const double limit = seconds.empty() ? 0 : std::strtod(std::string(seconds).c_str(), nullptr);
     if (limit > 0 && limit < 1e6)
         call.patience = std::chrono::milliseconds(std::int64_t(limit * 1e3));
     return call;
@@ -592,11 +638,14 @@ Call read_call(const RequestHead& head, const Door& door) {
 
 Asked read_asked(std::string body) {
     Asked asked;
-    if (auto error = check_object(body)) {
-        asked.error = "the request's body is " + *error;
-        return asked;
+    std::vector<Member> list;
+    if (!certain_members(body, list)) {
+        if (auto error = check_object(body)) {
+            asked.error = "the request's body is " + *error;
+            return asked;
+        }
+        list = members(body);
     }
-    const auto list = members(body);
     std::vector<Change> changes;
     if (const auto stream = member(list, "stream");
         stream && (*stream == "true" || *stream == "false" || *stream == "null")) {
@@ -609,7 +658,7 @@ Asked read_asked(std::string body) {
         changes.push_back({"stream_options", {}});
     }
     asked.model = from_json_string(member(list, "model").value_or(""));
-    asked.body = changes.empty() ? std::move(body) : with_changes(body, changes);
+    asked.body = changes.empty() ? std::move(body) : with_changes(body, list, changes);
     return asked;
 }
 
@@ -645,9 +694,14 @@ std::string error_body(bool anthropic, const Refusal& refusal) {
                        message, type, refusal.code.empty() ? "null" : json_string(refusal.code));
 }
 
-std::string whole_answer(Place place, const Response& response) {
-    auto body = with_usage(place, response.body, response.usage);
-    return place == Place::chat ? with_whole_calls(std::move(body)) : body;
+std::string_view whole_answer(Place place, const Response& response, std::string& changed) {
+    std::string_view body = response.body;
+    const auto take = [&](std::optional<std::string> other) {
+        if (other) body = changed = std::move(*other);
+    };
+    take(with_usage(place, body, response.usage));
+    if (place == Place::chat) take(with_whole_calls(body));
+    return body;
 }
 
 std::string EventWriter::failed(const Refusal& refusal) const {
@@ -709,15 +763,24 @@ std::string metrics_text(const GatewayStats& stats, std::optional<unsigned> in_f
 
 std::string answer_head(int status, std::string_view type, std::optional<std::size_t> length,
                         bool keep_alive, bool old, std::string_view more) {
-    auto out =
-        fmt::format("HTTP/1.1 {} {}\r\nContent-Type: {}\r\n", status, reason_of(status), type);
+    std::string out;
+    out.reserve(160 + type.size() + more.size());
+    out.append("HTTP/1.1 ").append(std::to_string(status)).append(" ").append(reason_of(status));
+    out.append("\r\nContent-Type: ").append(type).append("\r\n");
     if (length)
-        out += fmt::format("Content-Length: {}\r\n", *length);
+        out.append("Content-Length: ").append(std::to_string(*length)).append("\r\n");
     else if (!old)
         out += "Transfer-Encoding: chunked\r\nCache-Control: no-cache\r\n";
     if (status >= 400) out += "x-should-retry: false\r\n";
     if (!keep_alive) out += "Connection: close\r\n";
-    return out.append(more).append("\r\n");
+    out.append(more).append("\r\n");
+    return out;
+}
+
+void append_chunk(std::string& out, std::string_view bytes) {
+    char size[16];
+    const auto end = std::to_chars(size, size + sizeof size, bytes.size(), 16).ptr;
+    out.append(size, end).append("\r\n").append(bytes).append("\r\n");
 }
 
 } // namespace evalrt::detail

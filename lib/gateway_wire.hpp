@@ -43,10 +43,12 @@ struct Call {
     Refusal refusal;
     bool anthropic = false; ///< whose words errors are in
     Place place = Place::chat;
-    std::string endpoint; ///< for the Backend; of what is plain, with the query
-    std::string method;   ///< of what is plain
-    std::string allow;    ///< with 405: the method that it has to be
-    bool post = false;    ///< there is a body
+    std::string endpoint;   ///< for the Backend; of what is plain, with the query
+    std::string method;     ///< of what is plain
+    std::string allow;      ///< with 405: the method that it has to be
+    bool post = false;      ///< there is a body
+    bool chunked = false;   ///< it comes in chunks
+    std::size_t length = 0; ///< of one that does not
     bool keep_alive = true;
     bool expects_continue = false;
     std::string idempotency_key;
@@ -78,8 +80,9 @@ Refusal refusal_of(const Response& response);
 std::string error_body(bool anthropic, const Refusal& refusal);
 
 /// An answer's body as clients can rely on it: with usage, without an empty list of tool calls, and
-/// with arguments of tool calls that are JSON text.
-std::string whole_answer(Place place, const Response& response);
+/// with arguments of tool calls that are JSON text. Most often it is so: `changed` is for the
+/// others.
+std::string_view whole_answer(Place place, const Response& response, std::string& changed);
 
 /// Writes an answer as the events of its wire. The text may come piece by piece; all that is not
 /// there then comes with the end.
@@ -117,6 +120,10 @@ std::string metrics_text(const GatewayStats& stats, std::optional<unsigned> in_f
 /// The head of an answer. `length`: nothing: chunked, or to the end of the connection if `old`.
 std::string answer_head(int status, std::string_view type, std::optional<std::size_t> length,
                         bool keep_alive, bool old, std::string_view more = {});
+
+/// Behind such a head without a length, if it is not `old`.
+void append_chunk(std::string& out, std::string_view bytes);
+inline constexpr std::string_view last_chunk = "0\r\n\r\n";
 
 } // namespace evalrt::detail
 

@@ -429,6 +429,7 @@ Task<bool> Session::read_body(std::string& body) {
     if (call_.expects_continue && in_.size() == 0)
         if (!co_await write("HTTP/1.1 100 Continue\r\n\r\n")) co_return false;
     if (!call_.chunked) body.reserve(std::min<std::size_t>(call_.length, 1 << 20));
+    const auto begun = Clock::now();
     detail::ChunkedBody chunks;
     using State = detail::ChunkedBody::State;
     for (;;) {
@@ -448,7 +449,11 @@ Task<bool> Session::read_body(std::string& body) {
             if (body.size() == call_.length) co_return true;
         }
         const std::size_t room = body.size() + (16 << 10) < call_.length ? 64 << 10 : 16 << 10;
-        if (!co_await more(Clock::now() + options().body_time, room)) {
+        // Nor may it come for ever, a byte at a time.
+        const auto credit = std::chrono::milliseconds(
+            body.size() * 1000 / std::max<std::size_t>(options().body_rate, 1));
+        const auto until = std::min(Clock::now(), begun + credit) + options().body_time;
+        if (!co_await more(until, room)) {
             if (!gone_) co_await turn_away(408, "the body does not come on");
             co_return false;
         }

@@ -32,6 +32,7 @@ struct GatewayOptions {
     std::size_t unread_limit = 64 << 10; ///< bytes of a stream's text that wait for its client
     std::chrono::milliseconds header_time{10'000}; ///< for all headers to come
     std::chrono::milliseconds body_time{30'000};   ///< without a byte of the body
+    std::size_t body_rate = 4 << 10;               ///< bytes a second, of a body that takes longer
     std::chrono::milliseconds idle_time{75'000};   ///< between two requests of a connection
     std::chrono::milliseconds write_time{60'000};  ///< for a client to take what is written
     std::chrono::milliseconds linger{700};         ///< a request whose client has gone

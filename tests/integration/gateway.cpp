@@ -692,6 +692,38 @@ TEST_CASE("slow headers, a body that stops and an idle connection end") {
         CHECK(status(stopped) == 408);
         CHECK(rig.backend.calls == 0);
     }
+    SECTION("a body that comes byte by byte") {
+        auto options = unhurried();
+        options.body_time = 200ms;
+        options.body_rate = 1 << 20;
+        Rig rig(options);
+        for (const bool chunked : {false, true}) {
+            auto& slow = rig.connect();
+            slow.send(
+                fmt::format("POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{}\r\n"
+                            "Content-Type: application/json\r\n{}\r\n\r\n",
+                            rig.gateway.port(),
+                            chunked ? "Transfer-Encoding: chunked" : "Content-Length: 9999999"));
+            CHECK(rig.until([&] {
+                slow.send(chunked ? "1\r\n \r\n" : " "); // never still for so long
+                return slow.ended;
+            }));
+            CHECK(status(slow) == 408);
+        }
+        // As fast as that it may last: each byte gives it another second.
+        options.body_rate = 1;
+        options.body_time = 2 * patience;
+        Rig other(options);
+        auto& steady = other.connect();
+        const auto request = other.request(std::string(300, ' ') + "{}");
+        for (std::size_t i = 0; i < request.size(); i += 100) {
+            steady.send(request.substr(i, 100));
+            other.settle(1ms);
+        }
+        CHECK(other.until([&] { return other.backend.calls == 1; }));
+        other.backend.end(0, Rig::answer());
+        CHECK(other.until([&] { return whole(steady); }));
+    }
     SECTION("between two requests") {
         auto options = unhurried();
         options.idle_time = 100ms;

@@ -187,7 +187,14 @@ TEST_CASE("--shard auto reads what schedulers set, Open MPI before Slurm before 
         {"SLURM_ARRAY_TASK_COUNT", "4"}},
        1, 2);
     is("auto/5", {{"JOB_COMPLETION_INDEX", "4"}}, 4, 5);
-    is("auto/8", {{"SLURM_ARRAY_TASK_ID", "0"}, {"SLURM_ARRAY_TASK_COUNT", "4"}}, 0, 8);
+    is("auto/4", {{"SLURM_ARRAY_TASK_ID", "0"}, {"SLURM_ARRAY_TASK_COUNT", "4"}}, 0, 4);
+    is("auto",
+       {{"SLURM_ARRAY_TASK_ID", "10"},
+        {"SLURM_ARRAY_TASK_COUNT", "3"},
+        {"SLURM_ARRAY_TASK_MIN", "2"},
+        {"SLURM_ARRAY_TASK_MAX", "10"},
+        {"SLURM_ARRAY_TASK_STEP", "4"}},
+       2, 3);
 
     CHECK_FALSE(read("auto", {}, error));
     CHECK(error.find("JOB_COMPLETION_INDEX") != error.npos);
@@ -196,4 +203,25 @@ TEST_CASE("--shard auto reads what schedulers set, Open MPI before Slurm before 
     CHECK_FALSE(read("auto/2", {{"JOB_COMPLETION_INDEX", "x"}}, error));
     CHECK(error.find("\"x\", no number") != error.npos);
     CHECK_FALSE(read("auto/2", {{"JOB_COMPLETION_INDEX", "2"}}, error));
+}
+
+TEST_CASE("--shard auto: what the scheduler says stands, and its numbers must have no gaps") {
+    std::string error;
+    CHECK_FALSE(
+        read("auto/8", {{"SLURM_ARRAY_TASK_ID", "0"}, {"SLURM_ARRAY_TASK_COUNT", "4"}}, error));
+    CHECK(error.find("SLURM_ARRAY_TASK_COUNT is 4, not 8") != error.npos);
+    CHECK_FALSE(
+        read("auto/3", {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}}, error));
+    CHECK(error.find("OMPI_COMM_WORLD_SIZE is 2, not 3") != error.npos);
+    // --array=0,2,7: every task says so, also those whose number would do.
+    for (const auto* task : {"0", "2", "7"}) {
+        CHECK_FALSE(read("auto",
+                         {{"SLURM_ARRAY_TASK_ID", task},
+                          {"SLURM_ARRAY_TASK_COUNT", "3"},
+                          {"SLURM_ARRAY_TASK_MIN", "0"},
+                          {"SLURM_ARRAY_TASK_MAX", "7"},
+                          {"SLURM_ARRAY_TASK_STEP", "1"}},
+                         error));
+        CHECK(error.find("gaps (3 tasks from 0 to 7)") != error.npos);
+    }
 }

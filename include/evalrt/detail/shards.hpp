@@ -90,7 +90,8 @@ struct ShardChoice {
     std::size_t index = 0, count = 1;
 };
 
-/// What --shard says: "I/N", or "auto", or "auto/N" where the environment gives no count.
+/// What --shard says: "I/N", or "auto", or "auto/N" where the environment gives no count; one that
+/// it gives must be the same.
 /// `get(name)`: the value of a variable, or nothing. Open MPI's ranks go before Slurm's arrays
 /// (under mpirun inside a job every rank has the same task), and those before Kubernetes' indexed
 /// jobs.
@@ -136,17 +137,28 @@ std::optional<ShardChoice> read_shard(std::string_view text, Get get, std::strin
             return it;
         };
         std::optional<std::size_t> index, of;
+        const char* counts = "OMPI_COMM_WORLD_SIZE";
         if ((index = variable("OMPI_COMM_WORLD_RANK"))) {
-            of = variable("OMPI_COMM_WORLD_SIZE");
+            of = variable(counts);
         } else if (error.empty() && (index = variable("SLURM_ARRAY_TASK_ID"))) {
-            of = variable("SLURM_ARRAY_TASK_COUNT");
+            of = variable(counts = "SLURM_ARRAY_TASK_COUNT");
             const auto first = variable("SLURM_ARRAY_TASK_MIN").value_or(0);
             if (error.empty() && first > *index)
                 return fail("--shard " + given +
                             ": SLURM_ARRAY_TASK_ID is below SLURM_ARRAY_TASK_MIN");
             *index -= std::min(first, *index);
-            const auto step = variable("SLURM_ARRAY_TASK_STEP").value_or(1);
-            if (step > 1) *index /= step;
+            const auto step =
+                std::max<std::size_t>(variable("SLURM_ARRAY_TASK_STEP").value_or(1), 1);
+            const auto last = variable("SLURM_ARRAY_TASK_MAX");
+            // A list such as 0,2,7: what part a task is does not show in its own number.
+            if (error.empty() && of && last && *last >= first && (count ? *count == *of : true) &&
+                (*last - first) / step + 1 != *of)
+                return fail("--shard " + given + ": the array's task numbers have gaps (" +
+                            std::to_string(*of) + " tasks from " + std::to_string(first) + " to " +
+                            std::to_string(*last) +
+                            "): number them without, or give I/N, such as "
+                            "$SLURM_ARRAY_TASK_ID/N to run single parts again");
+            *index /= step;
         } else if (error.empty()) {
             index = variable("JOB_COMPLETION_INDEX");
         }
@@ -155,6 +167,10 @@ std::optional<ShardChoice> read_shard(std::string_view text, Get get, std::strin
             return fail("--shard " + given +
                         ": no scheduler has set OMPI_COMM_WORLD_RANK, SLURM_ARRAY_TASK_ID or "
                         "JOB_COMPLETION_INDEX; give I/N");
+        if (count && of && *count != *of)
+            return fail("--shard " + given + ": " + counts + " is " + std::to_string(*of) +
+                        ", not " + std::to_string(*count) +
+                        "; auto goes by the scheduler (to run single parts again give I/N)");
         if (!count) count = of;
         if (!count)
             return fail("--shard " + given +

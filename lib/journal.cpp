@@ -242,7 +242,6 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     void begin(JournalRun run_, OpenHandler handler) {
         run = std::move(run_);
-        identity = identity_text(run.identity);
         auto begun = std::make_shared<detail::JournalFile::Begun>();
         work(
             [this, begun](std::unique_ptr<detail::JournalFile>& it) {
@@ -250,6 +249,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             },
             [this, begun, handler = std::move(handler)](Failure failure) mutable {
                 if (!failure) {
+                    identity = identity_text(begun->identity);
                     index = std::move(begun->index);
                     last_item = begun->last_item;
                     last_outcome = begun->last_outcome;
@@ -257,6 +257,19 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                     fresh = index.size() == 0;
                 }
                 answer(std::move(handler), std::move(failure));
+            });
+    }
+
+    void find_known(JournalRun asked_for, KnownHandler handler) {
+        auto found = std::make_shared<JournalKnown>();
+        work(
+            [this, found, asked_for = std::move(asked_for)](
+                std::unique_ptr<detail::JournalFile>& it) -> Failure {
+                if (!it) return {JournalErrc::unwritable, "the journal is closed"};
+                return it->known(options, asked_for, *found);
+            },
+            [this, found, handler = std::move(handler)](Failure failure) mutable {
+                detail::complete(executor, std::move(handler), failure.code, std::move(*found));
             });
     }
 
@@ -657,6 +670,9 @@ bool Journal::failed() const { return bool(impl_->broken); }
 void Journal::open(OpenHandler handler) { impl_->open(std::move(handler)); }
 void Journal::begin(JournalRun run, OpenHandler handler) {
     impl_->begin(std::move(run), std::move(handler));
+}
+void Journal::known(JournalRun run, KnownHandler handler) {
+    impl_->find_known(std::move(run), std::move(handler));
 }
 void Journal::close(OpenHandler handler) { impl_->close(std::move(handler)); }
 

@@ -6,6 +6,7 @@
 #include "journal_file.hpp"
 
 #include "json_text.hpp"
+#include "url.hpp"
 
 #include <boost/json/object.hpp>
 #include <boost/json/parse.hpp>
@@ -37,7 +38,8 @@ namespace {
 namespace json = boost::json;
 
 constexpr int application_id = 0x45765274; // "EvRt"
-constexpr int format_version = 1;
+// In version 1 keys had the address in them; a run's own identity says what its keys have.
+constexpr int format_version = 2;
 constexpr std::size_t piece_size = 2000;
 
 // Ids of an outcome's pieces: bodies are at most 64 MB.
@@ -75,7 +77,9 @@ std::string to_json(const JournalFields& fields) {
 JournalFields from_json(std::string_view text) {
     JournalFields fields;
     error_code ec;
-    const auto value = json::parse(text, ec);
+    json::parse_options options;
+    options.allow_invalid_utf8 = true; // a path's bytes
+    const auto value = json::parse(text, ec, {}, options);
     if (ec || !value.is_object()) return fields;
     for (const auto& [key, it] : value.get_object())
         if (it.is_string()) fields.emplace_back(key, it.get_string());
@@ -128,6 +132,41 @@ std::string answer_part(const Response& response) {
     for (const auto* name : {"choices", "content"})
         if (const auto value = member(list, name)) return std::string(*value);
     return response.body;
+}
+
+std::string field(const JournalFields& fields, std::string_view name) {
+    for (const auto& [key, value] : fields)
+        if (key == name) return value;
+    return {};
+}
+
+void set_field(JournalFields& fields, std::string_view name, std::string value) {
+    for (auto& [key, it] : fields)
+        if (key == name) it = value;
+}
+
+JournalFields without(JournalFields fields, std::string_view name) {
+    std::erase_if(fields, [&](const auto& it) { return it.first == name; });
+    return fields;
+}
+
+std::string addresses(const JournalRun& run) {
+    std::string text;
+    for (const auto& it : run.addresses) text = joined_addresses(text, it);
+    return text;
+}
+
+JournalFields config_of(const JournalOptions& options, const JournalRun& run) {
+    auto config = run.identity;
+    if (!run.addresses.empty()) config.emplace_back("url", addresses(run));
+    config.insert(config.end(), options.settings.begin(), options.settings.end());
+    return config;
+}
+
+// One of them is said to be all of the other's.
+bool alike(std::string_view some, std::string_view others) {
+    return (some.empty() && others.empty()) || addresses_in(some, others) ||
+           addresses_in(others, some);
 }
 
 std::int64_t micros(Timing::Millis value) { return std::llround(value.count() * 1000); }
@@ -450,54 +489,99 @@ JournalFile::~JournalFile() {
     unlock();
 }
 
+struct JournalFile::Found {
+    std::int64_t run = 0;   // 0: none to go on with
+    bool same = false;      // one of another suite has the same configuration
+    std::string difference; // to the one that is likest
+    JournalFields config;
+    std::string identity, server_version;
+    Facts facts;
+};
+
+// The latest run of this suite with this configuration; once begun, the one that was.
+JournalFile::Found JournalFile::find_run(const JournalOptions& options, const JournalRun& run,
+                                         bool any_model) {
+    Found found;
+    const auto config = config_of(options, run);
+    bool same_suite = false;
+    Statement runs(*this, "SELECT id, suite, config, server_version, identity FROM runs "
+                          "ORDER BY id DESC");
+    while ((options.mode == JournalMode::resume || run_ > 0) && found.run == 0 &&
+           runs.step("read")) {
+        if (run_ > 0 && runs.integer(0) != run_) continue;
+        const auto stored = from_json(runs.text(2));
+        auto before = stored, now = config;
+        // Servers that are alike are one: whoever was asked before.
+        if (addresses_in(field(now, "url"), field(before, "url")))
+            set_field(now, "url", field(before, "url"));
+        if (any_model) set_field(now, "model", field(before, "model"));
+        auto facts_of = facts(runs.integer(0));
+        // What is not known yet is no difference.
+        const auto compare = [&](const char* name, std::string_view was, const std::string& is) {
+            if (was.empty() || is.empty()) return;
+            before.emplace_back(name, was);
+            now.emplace_back(name, is);
+        };
+        compare("server", facts_of["server"], run.server);
+        compare("server_version", runs.text(3), run.server_version);
+        const auto text = journal_difference(before, now);
+        const bool suite = runs.text(1) == std::string_view(options.suite);
+        found.same |= text.empty();
+        if (text.empty() && suite) {
+            found.run = runs.integer(0);
+            found.config = stored;
+            found.server_version = std::string(runs.text(3));
+            found.identity = std::string(runs.text(4));
+            found.facts = std::move(facts_of);
+        }
+        if (found.difference.empty() || (suite && !same_suite)) found.difference = text;
+        same_suite |= suite;
+    }
+    return found;
+}
+
+Failure JournalFile::known(const JournalOptions& options, const JournalRun& run,
+                           JournalKnown& out) {
+    return guarded("read", [&] {
+        auto found = find_run(options, run, field(run.identity, "model").empty());
+        if (found.run == 0)
+            throw Trouble{{JournalErrc::changed, "the journal has no such run in it"}};
+        out.model = field(found.config, "model");
+        out.server = found.facts["server"];
+        out.server_version = found.server_version;
+    });
+}
+
 Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run, Begun& out) {
     return guarded("write", [&] {
-        auto config = run.identity;
-        config.insert(config.end(), options.settings.begin(), options.settings.end());
         // Begun already: a second time with a version that was not known the first time.
-        std::int64_t run_id = 0;
-        bool known = false;
-        std::string difference;
-        bool same_suite = false;
-        Statement runs(*this,
-                       "SELECT id, suite, config, server_version FROM runs ORDER BY id DESC");
-        while ((options.mode == JournalMode::resume || run_ > 0) && run_id == 0 &&
-               runs.step("read")) {
-            if (run_ > 0 && runs.integer(0) != run_) continue;
-            auto before = from_json(runs.text(2));
-            auto now = config;
-            // Before the first answer nobody knows it.
-            if (!runs.text(3).empty() && !run.server_version.empty()) {
-                before.emplace_back("server_version", runs.text(3));
-                now.emplace_back("server_version", run.server_version);
-            }
-            const auto text = journal_difference(before, now);
-            const bool suite = runs.text(1) == std::string_view(options.suite);
-            known |= text.empty();
-            if (text.empty() && suite) run_id = runs.integer(0);
-            if (difference.empty() || (suite && !same_suite)) difference = text;
-            same_suite |= suite;
-        }
-        if (run_id == 0 && !known && !difference.empty())
+        auto found = find_run(options, run, false);
+        if (found.run == 0 && !found.same && !found.difference.empty())
             throw Trouble{{JournalErrc::changed,
                            fmt::format("the journal {} belongs to another configuration: {}; give "
                                        "--journal another file, or --journal-mode append to add a "
                                        "run to this one",
-                                       path_, difference)}};
-        runs.reset();
+                                       path_, found.difference)}};
+        auto run_id = found.run;
         execute("BEGIN IMMEDIATE");
-        const auto identity = to_json(run.identity), text = to_json(config);
         if (run_id == 0) {
+            found.identity = to_json(run.identity);
+            const auto config = to_json(config_of(options, run));
             Statement insert(*this, "INSERT INTO runs(suite, identity, config, server_version) "
                                     "VALUES(?, ?, ?, ?)");
-            insert.add(std::string_view(options.suite)).add(std::string_view(identity));
-            insert.add(std::string_view(text)).add(std::string_view(run.server_version));
+            insert.add(std::string_view(options.suite)).add(std::string_view(found.identity));
+            insert.add(std::string_view(config)).add(std::string_view(run.server_version));
             insert.step("write");
             run_id = ::sqlite3_last_insert_rowid(db_);
+            execute(fmt::format("PRAGMA user_version = {}", format_version).c_str());
         } else if (!run.server_version.empty()) {
             Statement update(*this, "UPDATE runs SET server_version = ? WHERE id = ?");
             update.add(std::string_view(run.server_version)).add(run_id).step("write");
         }
+        if (!run.server.empty()) set_fact(run_id, "server", run.server);
+        set_fact(run_id, "items",
+                 options.whole_items > 0 ? std::to_string(options.whole_items) : "");
+        set_fact(run_id, "cut", options.cut);
         if (session_ == 0) {
             started_ = unix_ms();
             Statement insert(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, ?, ?)");
@@ -507,8 +591,36 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
         execute("COMMIT");
         check_place();
         run_ = run_id;
+        out.identity =
+            found.identity == to_json(run.identity) ? run.identity : from_json(found.identity);
         read_index(options, run, run_id, out);
     });
+}
+
+// What else is known of a run. A table that files of before have not.
+JournalFile::Facts JournalFile::facts(std::int64_t run) {
+    Facts list;
+    Statement there(*this, "SELECT 1 FROM sqlite_master WHERE name = 'facts'");
+    if (!there.step("read")) return list;
+    Statement rows(*this, "SELECT name, value FROM facts WHERE run = ?");
+    rows.add(run);
+    while (rows.step("read")) list[std::string(rows.text(0))] = std::string(rows.text(1));
+    return list;
+}
+
+// Inside a transaction; an empty value is none.
+void JournalFile::set_fact(std::int64_t run, std::string_view name, std::string_view value) {
+    const auto known = facts(run);
+    const auto it = known.find(name);
+    if (value == (it == known.end() ? std::string_view() : std::string_view(it->second))) return;
+    execute("CREATE TABLE IF NOT EXISTS facts(run INTEGER, name TEXT, value TEXT, "
+            "PRIMARY KEY(run, name)) WITHOUT ROWID");
+    Statement write(*this, value.empty()
+                               ? "DELETE FROM facts WHERE run = ? AND name = ?"
+                               : "INSERT OR REPLACE INTO facts(run, name, value) VALUES(?, ?, ?)");
+    write.add(run).add(name);
+    if (!value.empty()) write.add(value);
+    write.step("write");
 }
 
 void JournalFile::read_index(const JournalOptions& options, const JournalRun& run,
@@ -530,11 +642,12 @@ void JournalFile::read_index(const JournalOptions& options, const JournalRun& ru
 
     // Runs whose answers may be served to this one.
     std::vector<std::int64_t> related;
-    const auto identity = to_json(run.identity);
-    Statement runs(*this, "SELECT id, identity, server_version FROM runs");
+    const auto identity = to_json(out.identity), urls = addresses(run);
+    Statement runs(*this, "SELECT id, identity, server_version, config FROM runs");
     while (runs.step("read"))
         if (runs.integer(0) != run_id && runs.text(1) == identity &&
-            runs.text(2) == run.server_version)
+            runs.text(2) == run.server_version &&
+            alike(urls, field(from_json(runs.text(3)), "url")))
             related.push_back(runs.integer(0));
 
     Statement items(*this, "SELECT id, run, key, occurrence FROM items");
@@ -691,12 +804,14 @@ Failure JournalFile::summary(JournalSummary& summary,
         Statement outcome(*this, sql.c_str());
         Statement items(*this, "SELECT id, name FROM items WHERE run = ?");
         items.add(run);
+        std::int64_t count = 0;
         while (items.step("read")) {
             const auto id = std::size_t(items.integer(0));
             if (id < gone.size() && gone[id]) {
                 ++summary.earlier;
                 continue;
             }
+            ++count;
             JournalItem item;
             item.name = std::string(items.text(1));
             if (const auto it = latest.find(items.integer(0)); it != latest.end()) {
@@ -706,6 +821,9 @@ Failure JournalFile::summary(JournalSummary& summary,
             }
             on_item(item);
         }
+        if (field(summary.config, "shard").empty())
+            summary.missing =
+                std::max<std::int64_t>(std::atoll(facts(run)["items"].c_str()) - count, 0);
     });
 }
 
@@ -783,7 +901,9 @@ void JournalFile::connect_to_read() {
     if (folder.empty()) folder = ".";
     if (::access(folder.c_str(), W_OK) == 0 || ::access((path_ + "-shm").c_str(), F_OK) == 0) {
         try {
-            connect(SQLITE_OPEN_READONLY);
+            // Not READONLY: the last one who closes it could not clear away its -wal then.
+            connect(SQLITE_OPEN_READWRITE);
+            execute("PRAGMA query_only = 1");
             return begin();
         } catch (const Trouble& trouble) {
             if (trouble.failure.code != JournalErrc::unwritable) throw;
@@ -842,39 +962,43 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
     auto failure = guarded("write", [&] {
         JournalSummary summary;
         const auto run = shard.read_summary(summary);
-        if (run == 0)
-            throw Trouble{{JournalErrc::foreign, fmt::format("{} has no run in it", shard.path_)}};
-        JournalFields config;
-        std::string url, part;
-        for (const auto& [key, value] : summary.config) {
-            if (key == "shard")
-                part = value;
-            else if (key == "url")
-                url = value;
-            else
-                config.emplace_back(key, value);
-        }
+        if (run == 0) return result.empty.push_back(shard.path_); // it was killed before it had one
+        const auto config = without(without(summary.config, "shard"), "url");
+        const auto url = field(summary.config, "url"), part = field(summary.config, "shard");
+        const auto known = shard.facts(run);
+        Statement who(shard, "SELECT identity FROM runs WHERE id = ?");
+        who.add(run).step("read");
         const auto of = [](const std::string& text) {
             return text.substr(std::min(text.find('/'), text.size()));
         };
         const auto whole = [&] {
             auto all = config;
-            all.emplace_back("url", urls_);
+            if (!urls_.empty()) all.emplace_back("url", urls_);
             return to_json(all);
+        };
+        // Known now, or not known before.
+        const auto compare = [&](const char* name, std::string& was, const std::string& is) {
+            if (!was.empty() && !is.empty() && was != is)
+                refuse(journal_difference({{name, was}}, {{name, is}}));
+            if (was.empty()) was = is;
+        };
+        const auto fact = [&](std::string_view name) {
+            const auto it = known.find(name);
+            return it == known.end() ? std::string() : it->second;
         };
         if (run_ == 0) {
             suite_ = summary.suite;
             config_ = config;
             urls_ = url;
-            Statement who(shard, "SELECT identity FROM runs WHERE id = ?");
-            who.add(run).step("read");
+            identity_ = std::string(who.text(0));
+            version_ = summary.server_version;
+            facts_ = known;
             execute("BEGIN IMMEDIATE");
             Statement insert(*this, "INSERT INTO runs(suite, identity, config, server_version) "
                                     "VALUES(?, ?, ?, ?)");
             const auto all = whole();
-            insert.add(std::string_view(suite_)).add(who.text(0));
-            insert.add(std::string_view(all)).add(std::string_view(summary.server_version));
-            insert.step("write");
+            insert.add(std::string_view(suite_)).add(std::string_view(identity_));
+            insert.add(std::string_view(all)).add(std::string_view(version_)).step("write");
             run_ = ::sqlite3_last_insert_rowid(db_);
             Statement session(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, 0, ?)");
             session.add(run_).add(unix_ms()).step("write");
@@ -887,14 +1011,21 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             if (of(part) != of(shards_.front()))
                 refuse(fmt::format("it is the part \"{}\", the first one is \"{}\"", part,
                                    shards_.front()));
+            compare("server", facts_["server"], fact("server"));
+            compare("server_version", version_, summary.server_version);
+            compare("items of the suite", facts_["items"], fact("items"));
+            if (!facts_["cut"].empty() && !fact("cut").empty() && facts_["cut"] != fact("cut"))
+                refuse("the suite was cut at other places: it, or an option, was changed between "
+                       "them");
+            if (identity_ != who.text(0))
+                refuse("an earlier version of evalrt wrote one of them, with the address in its "
+                       "keys; join the outputs");
+            urls_ = joined_addresses(urls_, url);
+            const auto all = whole();
+            Statement update(*this, "UPDATE runs SET config = ?, server_version = ?");
+            update.add(std::string_view(all)).add(std::string_view(version_)).step("write");
         }
         shards_.push_back(part);
-        if (url != urls_ && (" " + urls_ + " ").find(" " + url + " ") == std::string::npos) {
-            urls_ += " " + url;
-            const auto all = whole();
-            Statement update(*this, "UPDATE runs SET config = ?");
-            update.add(std::string_view(all)).step("write");
-        }
 
         std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
         Statement outcomes(shard, "SELECT id, item, failure FROM outcomes");
@@ -920,8 +1051,11 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             const std::string name(items.text(3));
             const auto label = name.empty() ? fmt::format("{:x}{:x}", key.high, key.low) : name;
             auto& ours = merged_[label];
+            if (ours.item > 0 && ours.key != key)
+                refuse(fmt::format("the item {} is another request there", label));
             if (ours.item == 0) {
                 ours.item = ++result.items;
+                ours.key = key;
                 // Equal requests of two shards are two occurrences.
                 const auto occurrence = occurrences_[{key.high, key.low}]++;
                 auto& insert = prepare(insert_item_, "INSERT INTO items VALUES(?, ?, ?, ?, ?)");
@@ -962,15 +1096,28 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
     return failure;
 }
 
-std::vector<std::string> JournalFile::missing() const {
-    std::vector<std::string> list;
-    if (shards_.empty() || shards_.front().empty()) return list;
-    const auto of = shards_.front().substr(shards_.front().find('/'));
-    for (long i = 0, count = std::atol(of.c_str() + 1); i < count; ++i)
-        if (const auto part = std::to_string(i) + of;
-            std::find(shards_.begin(), shards_.end(), part) == shards_.end())
-            list.push_back(part);
-    return list;
+Failure JournalFile::added(JournalMerge& result) {
+    return guarded("write", [&] {
+        if (shards_.empty())
+            throw Trouble{{JournalErrc::foreign, "none of these journals has a run in it: no shard "
+                                                 "has come as far as its first request"}};
+        execute("BEGIN IMMEDIATE");
+        for (const auto* name : {"server", "items"}) set_fact(run_, name, facts_[name]);
+        execute("COMMIT");
+        if (shards_.front().empty()) return;
+        const auto of = shards_.front().substr(shards_.front().find('/'));
+        for (long i = 0, count = std::atol(of.c_str() + 1); i < count; ++i)
+            if (const auto part = std::to_string(i) + of;
+                std::find(shards_.begin(), shards_.end(), part) == shards_.end())
+                result.missing.push_back(part);
+        // A shard's first session writes all of its items, one that is missing none.
+        const auto whole = std::atoll(facts_["items"].c_str());
+        result.counted = result.missing.empty() || whole > 0;
+        if (const auto more = whole - result.items; more > 0) {
+            result.items += more;
+            result.not_run += more;
+        }
+    });
 }
 
 Failure JournalFile::end() {
@@ -1007,8 +1154,8 @@ Failure merge_journals(const std::string& path, const std::vector<std::string>& 
         if (!failure) failure = file->add(*one, out);
         if (failure) break;
     }
+    if (!failure) failure = file->added(out);
     if (!failure) failure = file->end();
-    if (!failure) out.missing = file->missing();
     file.reset();
     if (failure)
         for (const auto* end : {"", "-wal", "-shm"}) std::filesystem::remove(path + end, none);

@@ -44,9 +44,13 @@ public:
         JournalIndex index;
         std::int64_t last_item = 0, last_outcome = 0;
         std::size_t resumed = 0; // outcomes of the run
+        JournalFields identity;  // in its keys
     };
     /// Finds or adds the run, starts a session of it, and reads what is there.
     Failure begin(const JournalOptions& options, const JournalRun& run, Begun& out);
+
+    /// What the run has that begin() would go on with, if its model were given.
+    Failure known(const JournalOptions& options, const JournalRun& run, JournalKnown& out);
 
     /// One transaction.
     Failure write(std::span<const JournalRow> rows, std::span<const JournalOutcome> outcomes);
@@ -56,7 +60,7 @@ public:
 
     /// Adds another file's latest run to the only one of this file, which is new.
     Failure add(JournalFile& shard, JournalMerge& result);
-    std::vector<std::string> missing() const; ///< shards that were not added
+    Failure added(JournalMerge& result); ///< all have been; shards that were not are counted
 
     /// An outcome with its body and text; holder: whose body it is.
     Failure read(std::int64_t outcome, Response& response, std::int64_t& holder);
@@ -81,6 +85,11 @@ private:
     void write_outcome(const JournalOutcome& it, std::int64_t at);
     std::int64_t read_summary(JournalSummary& summary);
     std::vector<bool> retired(std::int64_t run);
+    using Facts = std::map<std::string, std::string, std::less<>>;
+    Facts facts(std::int64_t run);
+    void set_fact(std::int64_t run, std::string_view name, std::string_view value);
+    struct Found;
+    Found find_run(const JournalOptions& options, const JournalRun& run, bool any_model);
     void check_place();
     void execute(const char* sql);
     Statement& prepare(std::unique_ptr<Statement>& slot, const char* sql);
@@ -104,11 +113,14 @@ private:
     std::int64_t run_ = 0, session_ = 0; // 0: not begun
     std::int64_t started_ = 0;           // of the session, ms since 1970
     std::string suite_, urls_;           // of the run, when shards are added
+    std::string identity_, version_;     // likewise
     JournalFields config_;
+    Facts facts_;
     std::vector<std::string> shards_; // their "I/N"
     struct Merged {
         std::int64_t item = 0, outcome = 0;
         bool answered = false;
+        JournalKey key;
     };
     std::int64_t last_outcome_ = 0;
     std::unordered_map<std::string, Merged> merged_; // by name

@@ -163,11 +163,11 @@ struct Detail {
     std::string_view profile, path;
 };
 constexpr std::array more{
-    Detail{"vllm", "/version"},         Detail{"sglang", "/get_server_info"},
-    Detail{"llama-server", "/props"},   Detail{"lm-studio", "/api/v1/models"},
-    Detail{"ollama", "/api/version"},   Detail{"omlx", "/api/status"},
-    Detail{"tinygpt", "/api/version"},  Detail{"vllm", "/metrics"},
-    Detail{router, "/workers"},         Detail{router, "/get_server_info"},
+    Detail{"vllm", "/version"},        Detail{"sglang", "/get_server_info"},
+    Detail{"llama-server", "/props"},  Detail{"lm-studio", "/api/v1/models"},
+    Detail{"ollama", "/api/version"},  Detail{"omlx", "/api/status"},
+    Detail{"tinygpt", "/api/version"}, Detail{"vllm", "/metrics"},
+    Detail{router, "/workers"},        Detail{router, "/get_server_info"},
 };
 
 // Hosted services, by the end of the host's name: nothing there is worth a question.
@@ -413,6 +413,23 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
         it.most_in_flight = std::min(it.most_in_flight, told);
     }
     return it;
+}
+
+std::string other_models(const std::vector<std::string>& first,
+                         const std::vector<std::string>& others, const std::string& model) {
+    if (first.empty() || others.empty()) return {};
+    const auto plain = [](std::string_view name) {
+        return name.starts_with('/') ? name.substr(name.rfind('/') + 1) : name;
+    };
+    const auto has = [&](const std::vector<std::string>& list, std::string_view name) {
+        return std::any_of(list.begin(), list.end(),
+                           [&](const std::string& it) { return plain(it) == plain(name); });
+    };
+    // A name that the first one does not list either is one that any of its kind takes.
+    const bool named = !model.empty() && has(first, model);
+    const auto& wanted = named ? model : first.front();
+    if (has(others, wanted)) return {};
+    return fmt::format("serves \"{}\", and not the \"{}\" of the first", others.front(), wanted);
 }
 
 } // namespace evalrt::detail

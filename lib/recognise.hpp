@@ -72,6 +72,12 @@ asio::awaitable<Recognition> recognise(asio::any_io_executor executor, HttpOptio
 /// profile's so does what concerns the bodies.
 BackendRow with_profile(const BackendRow& row, const Recognition& recognition);
 
+/// What tells the models that a server lists from those of the first one, where `model` is asked
+/// for (empty: its first), in words; empty: nothing does. A list that is not there says nothing,
+/// and of models that are files only the names count.
+std::string other_models(const std::vector<std::string>& first,
+                         const std::vector<std::string>& others, const std::string& model);
+
 } // namespace evalrt::detail
 
 #endif

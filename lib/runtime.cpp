@@ -7,6 +7,7 @@
 #include "json_text.hpp"
 #include "recognise.hpp"
 #include "replica_backend.hpp"
+#include "url.hpp"
 #include "wire.hpp"
 
 #include <boost/asio/append.hpp>
@@ -26,6 +27,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <stdexcept>
+#include <tuple>
 
 namespace evalrt {
 namespace {
@@ -154,7 +156,15 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                             "the model's",
                             options.model, row.name));
         if (!starts) parse_url(options.url);
-        for (const auto& it : options.replicas) parse_url(it);
+        auto others = options.replicas;
+        if (!others.empty()) others.insert(others.begin(), options.url);
+        for (std::size_t i = 0; i < others.size(); ++i) {
+            parse_url(others[i]);
+            for (std::size_t j = 0; j < i; ++j)
+                if (detail::plain_address(others[i]) == detail::plain_address(others[j]))
+                    throw std::invalid_argument(fmt::format(
+                        "the address {} is given twice: give each server's once", others[j]));
+        }
         own_in_flight = row.in_flight;
         fix_in_flight();
         // Two are for what is being put in.
@@ -247,12 +257,6 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         return asio::bind_cancellation_slot(cancel.slot(), asio::as_tuple(asio::use_awaitable));
     }
 
-    std::string all_urls() const {
-        auto text = options.url;
-        for (const auto& it : options.replicas) text += " " + it;
-        return text;
-    }
-
     // What its keys have in them, and what is compared when a run is resumed.
     JournalRun journal_run() {
         JournalRun run;
@@ -264,9 +268,12 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         for (const auto& arg : options.server_args) args += (args.empty() ? "" : " ") + arg;
         run.identity = {{"backend", options.backend},
                         {"wire", row.wire == Wire::openai ? "openai" : "anthropic"},
-                        {"url", all_urls()},
                         {"model", name}};
-        if (starts) {
+        if (!starts) {
+            run.addresses = options.replicas;
+            run.addresses.insert(run.addresses.begin(), options.url);
+            run.server = kind;
+        } else {
             run.identity.emplace_back("model_files", model_files(options.model));
             run.identity.emplace_back("executable", options.executable);
             run.identity.emplace_back("server_args", args);
@@ -280,6 +287,36 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             return prepared.error.empty() ? prepared.body.text() : request.body;
         };
         return run;
+    }
+
+    // Of a server that cannot say what it is, the journal may know what it was: if that has all the
+    // answers, nobody has to be asked.
+    asio::awaitable<bool> finished_before() {
+        if (!journal || !options.enough || options.journal.mode != JournalMode::resume)
+            co_return false;
+        auto run = journal_run();
+        auto [ec, known] = co_await journal->async_known(std::move(run), token());
+        if (ec) co_return false;
+        const auto before = std::tuple(model, row, version, kind);
+        if (model.empty()) model = known.model;
+        if (kind.empty()) {
+            row = detail::with_profile(row, kind_of(known.server));
+            version = known.server_version;
+            kind = known.server;
+        }
+        const auto failure = co_await begin_journal();
+        if (!failure && options.enough(*journal)) co_return true;
+        std::tie(model, row, version, kind) = before;
+        co_return false;
+    }
+
+    // "vllm", or "sglang-router vllm".
+    static detail::Recognition kind_of(const std::string& text) {
+        detail::Recognition found;
+        const auto space = text.find(' ');
+        found.profile = text.substr(0, space);
+        if (space != text.npos) found.behind = text.substr(space + 1);
+        return found;
     }
 
     asio::awaitable<Failure> begin_journal() {
@@ -317,9 +354,24 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             if (failure) co_return failure;
         } else {
             url = options.url;
-            if (options.probe && !options.row && row.command.empty())
-                if (auto failure = co_await recognise()) co_return failure;
-            if (model.empty() && options.ask_first) co_await find_model();
+            Failure gone;
+            if (options.probe && !options.row && row.command.empty()) gone = co_await recognise();
+            if (gone && gone.code != Errc::unreachable) co_return gone;
+            const bool wanted = model.empty() && options.ask_first;
+            bool listed = true;
+            if (!gone && wanted) listed = co_await find_model();
+            bool finished = false;
+            if (gone || !listed) finished = co_await finished_before();
+            if (finished) {
+                say(fmt::format("{}; every answer is in the journal",
+                                gone ? gone.detail : "the server does not name its models"));
+                co_return without_server();
+            }
+            if (gone) co_return gone;
+            if (!listed) { // it may be starting
+                if (auto failure = co_await first_token(http_options())) co_return failure;
+                co_await find_model();
+            }
             http = std::make_unique<HttpBackend>(executor, row, http_options(), options.log);
             if (journal) {
                 if (auto failure = co_await begin_journal()) co_return failure;
@@ -390,6 +442,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (failed) co_return failed;
         row = detail::with_profile(row, found);
         version = found.version;
+        kind = found.profile + (found.behind.empty() ? "" : " " + found.behind);
         if (!options.probe_folder.empty())
             if (const auto measured = stored_probe(
                     options.probe_folder, probe_key(options.url, found.profile, found.version))) {
@@ -452,13 +505,29 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     asio::awaitable<Failure> find_replicas() {
         if (options.replicas.empty()) co_return Failure{};
         away.assign(1, false);
+        // What mlx_lm.server lists is what it could load.
+        const bool compare = options.ask_first && (options.probe || options.model.empty()) &&
+                             row.served_model.empty() && kind != "mlx-server";
+        std::vector<std::string> served;
+        if (compare) served = co_await models_of(http_options());
         for (const auto& it : options.replicas) {
             auto with = http_options();
             with.url = it;
             more.push_back(std::make_unique<HttpBackend>(executor, row, with, options.log));
             Failure failure;
-            if (options.ask_first) failure = co_await first_token(with);
-            if (failure && failure.code != Errc::unreachable) co_return failure;
+            std::vector<std::string> theirs;
+            if (compare) theirs = co_await models_of(with);
+            auto words = detail::other_models(served, theirs, model);
+            if (words.empty() && options.ask_first) failure = co_await first_token(with);
+            if (compare && theirs.empty() && !failure) { // it was starting
+                theirs = co_await models_of(with);
+                words = detail::other_models(served, theirs, model);
+            }
+            if (!words.empty())
+                failure = {asio::error::invalid_argument,
+                           words + ": the servers of one run must serve one model"};
+            if (failure && failure.code != Errc::unreachable)
+                co_return Failure{failure.code, fmt::format("{} {}", it, failure.detail)};
             away.push_back(bool(failure));
             if (failure) say(fmt::format("{}: {}; the run begins without it", it, failure.detail));
         }
@@ -489,24 +558,37 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         co_return Failure{ready_ec, ready_detail};
     }
 
-    // The server's own list; a server that has none gets bodies as they are.
-    asio::awaitable<void> find_model() {
-        auto asking = http_options();
+    // The server's own list. `ec`: it could not be asked.
+    asio::awaitable<std::vector<std::string>> models_of(HttpOptions asking,
+                                                        error_code* ec = nullptr) {
         asking.limits.whole = std::chrono::seconds(10);
         HttpBackend asker(executor, row, asking);
         Request request;
         request.endpoint = "/v1/models";
-        auto [ec, response] = co_await asker.async_complete(std::move(request), {}, token());
-        if (ec) co_return;
-        const auto list =
-            detail::elements(detail::member(detail::members(response.body), "data").value_or("[]"));
-        if (list.empty()) co_return;
-        model = detail::from_json_string(
-            detail::member(detail::members(list.front()), "id").value_or("\"\""));
+        auto [failed, response] = co_await asker.async_complete(std::move(request), {}, token());
+        if (ec && failed != Errc::rejected) *ec = failed;
+        std::vector<std::string> models;
+        if (failed) co_return models;
+        for (const auto& it : detail::elements(
+                 detail::member(detail::members(response.body), "data").value_or("[]")))
+            models.push_back(detail::from_json_string(
+                detail::member(detail::members(it), "id").value_or("\"\"")));
+        co_return models;
+    }
+
+    // A server that has no list gets bodies as they are. False: it could not be asked.
+    asio::awaitable<bool> find_model() {
+        error_code failed;
+        auto asking = http_options();
+        const auto list = co_await models_of(std::move(asking), &failed);
+        if (failed) co_return false;
+        if (list.empty()) co_return true;
+        model = list.front();
         if (list.size() > 1 && options.log)
             options.log(fmt::format("the server lists {} models; bodies without one get '{}' "
                                     "(choose with --model)",
                                     list.size(), model));
+        co_return true;
     }
 
     // Two loops that end with the runtime.
@@ -623,10 +705,11 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     bool closing = false;
     unsigned own_in_flight = 0; // the row's
     std::string url, model, version;
-    std::string output;               // of the server before it ended the last time
-    unsigned restarts = 0;            // of the server
-    bool hung = false;                // it was found to be, and is being stopped
-    PrivateFolder folder;             // outlives the server
+    std::string kind;      // of the server, as recognised: its profile, and a router's servers'
+    std::string output;    // of the server before it ended the last time
+    unsigned restarts = 0; // of the server
+    bool hung = false;     // it was found to be, and is being stopped
+    PrivateFolder folder;  // outlives the server
     asio::cancellation_signal cancel; // of the step of open() or of a restart that runs
     asio::cancellation_signal cancel_canary;
     asio::steady_timer pause{executor}, tick{executor};

@@ -1,9 +1,13 @@
+#include "url.hpp"
+
 #include "evalrt/http_backend.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 #include <stdexcept>
+#include <vector>
 
 namespace evalrt {
 
@@ -54,4 +58,47 @@ Url parse_url(std::string_view text) {
     return url;
 }
 
+namespace detail {
+namespace {
+
+std::vector<std::string_view> words(std::string_view text) {
+    std::vector<std::string_view> list;
+    while (!text.empty()) {
+        const auto end = std::min(text.find(' '), text.size());
+        if (end > 0) list.push_back(text.substr(0, end));
+        text.remove_prefix(std::min(end + 1, text.size()));
+    }
+    return list;
+}
+
+} // namespace
+
+std::string plain_address(std::string_view text) {
+    try {
+        auto url = parse_url(text);
+        for (char& c : url.host) c = char(std::tolower(static_cast<unsigned char>(c)));
+        return fmt::format("{}://{}:{}{}", url.tls ? "https" : "http", url.host, url.port,
+                           url.base);
+    } catch (const std::invalid_argument&) {
+        return std::string(text);
+    }
+}
+
+bool addresses_in(std::string_view some, std::string_view others) {
+    const auto list = words(some), all = words(others);
+    return !list.empty() && std::all_of(list.begin(), list.end(), [&](std::string_view it) {
+        return std::any_of(all.begin(), all.end(), [&](std::string_view other) {
+            return plain_address(it) == plain_address(other);
+        });
+    });
+}
+
+std::string joined_addresses(std::string_view some, std::string_view others) {
+    std::string all(some);
+    for (const auto it : words(others))
+        if (!addresses_in(it, all)) all.append(all.empty() ? "" : " ").append(it);
+    return all;
+}
+
+} // namespace detail
 } // namespace evalrt

@@ -40,6 +40,10 @@ struct JournalOptions {
     std::vector<Errc> final_failures{Errc::context_too_long, Errc::poison};
     std::string suite;      ///< what is run, by name; another suite is another run
     JournalFields settings; ///< compared when a run is resumed, beside what Runtime adds
+    /// Of a run that is a part of a suite; joining parts compares them. The parts' items in all (0:
+    /// not known), and what is another one when the suite is cut at other places.
+    std::int64_t whole_items = 0;
+    std::string cut;
 
     std::size_t group = 1024;                ///< answers in one commit, at most
     std::size_t group_bytes = 4 << 20;       ///< of answers, likewise
@@ -49,10 +53,19 @@ struct JournalOptions {
 
 /// Who is asked, and by whom.
 struct JournalRun {
-    JournalFields identity;     ///< of model and server: a part of every key, and compared
+    JournalFields identity; ///< of model and server: a part of every key, and compared
+    /// Of servers that run already and are one service: replicas of one model. No part of a key. A
+    /// run goes on with any of the addresses that it was begun with.
+    std::vector<std::string> addresses;
+    std::string server;         ///< what kind it is; empty: not known
     std::string server_version; ///< empty: not known
     /// The body as it goes out; empty: as it is. Called by the journal's own thread, too.
     std::function<Text(const Request&)> sent;
+};
+
+/// What a journal says of the server of a run that could be gone on with.
+struct JournalKnown {
+    std::string model, server, server_version; ///< empty: it was not known
 };
 
 /// Stands between the callers and another Backend. An item is a request and its occurrence: the
@@ -110,6 +123,24 @@ public:
             token, std::move(run));
     }
 
+    using KnownSignature = void(error_code, JournalKnown);
+    using KnownHandler = asio::any_completion_handler<KnownSignature>;
+
+    /// What the file knows of the server, of which `run` says what is known otherwise: an empty
+    /// model is any. When it is open.
+    ///
+    /// Completes  with what the run has that async_begin() would go on with.
+    /// Errors     changed: there is no such run; corrupt, unwritable.
+    /// Lifetime   *this must outlive the operation.
+    template <asio::completion_token_for<KnownSignature> Token = asio::deferred_t>
+    auto async_known(JournalRun run, Token&& token = Token()) {
+        return asio::async_initiate<Token, KnownSignature>(
+            [this](KnownHandler handler, JournalRun moved) {
+                known(std::move(moved), std::move(handler));
+            },
+            token, std::move(run));
+    }
+
     /// Whom to ask for what is not in the file; must outlive the operations.
     void connect(Backend& inner);
 
@@ -139,6 +170,7 @@ private:
     void start_complete(Request request, TextSink on_text, Handler handler) override;
     void open(OpenHandler handler);
     void begin(JournalRun run, OpenHandler handler);
+    void known(JournalRun run, KnownHandler handler);
     void close(OpenHandler handler);
     std::shared_ptr<Impl> impl_; // shared with running requests and the thread's results
 };
@@ -149,7 +181,8 @@ struct JournalSummary {
     std::string suite, server_version;
     std::int64_t runs = 0, sessions = 0; ///< runs in the file; starts of the latest one
     double wall_seconds = 0;             ///< of all sessions, to their last outcome
-    std::int64_t earlier = 0;        ///< items of earlier versions of the suite, which are left out
+    std::int64_t earlier = 0; ///< items of earlier versions of the suite, which are left out
+    std::int64_t missing = 0; ///< items of parts that were not there when the others were joined
     std::optional<std::int64_t> pid; ///< of the process that writes to it at this moment
 };
 struct JournalItem {
@@ -166,15 +199,18 @@ Failure read_journal(const std::string& path, JournalSummary& summary,
 struct JournalMerge {
     std::int64_t items = 0, answered = 0, failed = 0, not_run = 0;
     std::vector<std::string> missing; ///< shards of the run that none of the journals is of: "2/4"
+    std::vector<std::string> empty;   ///< journals without a run, which are left out
+    bool counted = true;              ///< not_run has the items of missing shards, too
 };
 
 /// Joins the latest runs of several journals, the shards of one run, in a new file. An item that is
 /// in several of them is answered where one has it answered. While somebody writes to one of them,
-/// what it has so far is taken. If the shards asked the same address, the whole run goes on with
-/// the new file.
+/// what it has so far is taken. The whole run goes on with the new file, at any of the addresses
+/// that the shards asked.
 ///
 /// Errors     changed: they are not of one run, or answer an item differently; unwritable: the
-///            file is there already, or cannot be written; foreign, corrupt. Nothing is left then.
+///            file is there already, or cannot be written; foreign: also if none of them has a run
+///            in it; corrupt. Nothing is left then.
 Failure merge_journals(const std::string& path, const std::vector<std::string>& shards,
                        JournalMerge& out);
 

@@ -77,7 +77,8 @@ private:
 
 JournalRun run_of() {
     JournalRun run;
-    run.identity = {{"backend", "openai-url"}, {"url", "http://127.0.0.1:8000/v1"}, {"model", "m"}};
+    run.identity = {{"backend", "openai-url"}, {"model", "m"}};
+    run.addresses = {"http://127.0.0.1:8000/v1"};
     run.sent = [row = *find_backend_row("openai-url")](const Request& request) {
         return detail::prepare_openai(request, row, "m", false).body.text();
     };

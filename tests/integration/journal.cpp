@@ -504,6 +504,92 @@ TEST_CASE("a changed configuration is refused, in words, and the file stays") {
     CHECK(Session(options).get(question("a")).from_journal);
 }
 
+TEST_CASE("servers that are alike are one: a run goes on with any of their addresses") {
+    Folder folder;
+    const auto path = folder / "j";
+    const auto at = [](std::vector<std::string> addresses, std::string kind = "") {
+        auto run = run_of();
+        run.addresses = std::move(addresses);
+        run.server = std::move(kind);
+        return run;
+    };
+    const std::string a = "http://a:1/v1", b = "http://b:1/v1", c = "http://c:1/v1";
+    CHECK(!Session(path, at({a, b})).get(question("a")).from_journal);
+    const auto refused = [&](const JournalRun& run) {
+        Session session(path, run);
+        CHECK(session.code == JournalErrc::changed);
+        return session.words_of_begin(run);
+    };
+    // Nobody has said that c is like them.
+    for (const auto& urls : {std::vector{c}, {a, c}})
+        CHECK_THAT(refused(at(urls)),
+                   Catch::Contains(R"(url was "http://a:1/v1 http://b:1/v1" and is "http://)"));
+    CHECK_THAT(refused(run_of()), Catch::Contains(R"(b:1/v1" and is not set)"));
+    CHECK(Session(path, at({b, "http://A:1/v1/"})).get(question("a")).from_journal);
+    CHECK(Session(path, at({b})).get(question("a")).from_journal);
+    // Another kind of server, or model, is another one at any address.
+    CHECK(Session(path, at({a}, "vllm")).get(question("a")).from_journal);
+    CHECK(Session(path, at({a})).get(question("a")).from_journal);
+    CHECK_THAT(refused(at({a}, "llama-server")),
+               Catch::Contains(R"(server was "vllm" and is "llama-server")"));
+    // A new run is served what servers like its own have answered.
+    auto options = Session::at(path);
+    options.mode = JournalMode::append;
+    CHECK(!Session(options, at({c})).get(question("a")).from_journal);
+    CHECK(Session(options, at({b}, "vllm")).get(question("a")).from_journal);
+}
+
+TEST_CASE("a journal knows the server of the run that would be gone on with") {
+    Folder folder;
+    const auto path = folder / "j";
+    auto run = run_of();
+    run.addresses = {"http://a/v1"};
+    run.server = "vllm";
+    { Session(path, run).get(question("a")); }
+    const auto ask = [&](JournalRun asked, evalrt::JournalKnown& out) {
+        asio::io_context io;
+        Journal opened(io.get_executor(), Session::at(path));
+        error_code code;
+        opened.async_open([&](error_code ec, const std::string&) {
+            code = ec;
+            if (!ec)
+                opened.async_known(std::move(asked),
+                                   [&](error_code ended, evalrt::JournalKnown it) {
+                                       code = ended;
+                                       out = std::move(it);
+                                   });
+        });
+        io.run();
+        return code;
+    };
+    auto unknown = run;
+    unknown.server = unknown.server_version = "";
+    unknown.identity = {{"backend", "mlx-server"}, {"model", ""}};
+    evalrt::JournalKnown known;
+    CHECK(!ask(unknown, known));
+    CHECK(known.model == "m");
+    CHECK(known.server == "vllm");
+    CHECK(known.server_version == "1.0");
+    unknown.addresses = {"http://b/v1"};
+    CHECK(ask(unknown, known) == JournalErrc::changed);
+    unknown.addresses = run.addresses;
+    unknown.identity = {{"backend", "mlx-server"}, {"model", "other"}};
+    CHECK(ask(unknown, known) == JournalErrc::changed);
+}
+
+TEST_CASE("a journal whose keys have the address in them is gone on with at that address") {
+    Folder folder;
+    const auto path = folder / "j";
+    auto before = run_of();
+    before.identity.insert(before.identity.begin() + 1, {"url", "http://a/v1"});
+    { Session(path, before).get(question("a")); }
+    auto now = run_of();
+    now.addresses = {"http://a/v1"};
+    CHECK(Session(path, now).get(question("a")).from_journal);
+    now.addresses = {"http://b/v1"};
+    CHECK(Session(path, now).code == JournalErrc::changed);
+}
+
 TEST_CASE("a later run is served at temperature 0, and otherwise only if it asks for that") {
     Folder folder;
     const auto path = folder / "j";

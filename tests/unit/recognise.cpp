@@ -343,3 +343,21 @@ TEST_CASE("a row takes over what is known of its server, and keeps its wire") {
     CHECK(anthropic.in_flight == 8);
     CHECK_FALSE(anthropic.max_tokens_only);
 }
+
+TEST_CASE("Servers of one run serve one model") {
+    using evalrt::detail::other_models;
+    CHECK(other_models({"m"}, {"m"}, "") == "");
+    CHECK(other_models({"m", "x"}, {"y", "m"}, "m") == "");
+    CHECK(other_models({"m"}, {"n"}, "") == R"(serves "n", and not the "m" of the first)");
+    CHECK(other_models({"m", "x"}, {"n", "x"}, "m") ==
+          R"(serves "n", and not the "m" of the first)");
+    CHECK(other_models({"m", "x"}, {"n", "x"}, "x") == "");
+    // A name that is in no list: each of them takes any.
+    CHECK(other_models({"m"}, {"m"}, "gpt") == "");
+    CHECK(other_models({"m"}, {"n"}, "gpt") != "");
+    // One file in two places; a list that is not there.
+    CHECK(other_models({"/data/m.gguf"}, {"/mnt/m.gguf"}, "") == "");
+    CHECK(other_models({"/data/m.gguf"}, {"/mnt/n.gguf"}, "") != "");
+    CHECK(other_models({}, {"n"}, "") == "");
+    CHECK(other_models({"m"}, {}, "") == "");
+}

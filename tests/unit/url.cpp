@@ -1,10 +1,15 @@
 #include "evalrt/http_backend.hpp"
 
+#include "url.hpp"
+
 #include "support/catch.hpp"
 
 #include <stdexcept>
 
 using evalrt::parse_url;
+using evalrt::detail::addresses_in;
+using evalrt::detail::joined_addresses;
+using evalrt::detail::plain_address;
 
 namespace {
 
@@ -109,4 +114,17 @@ TEST_CASE("a refusal does not repeat the URL, which may hold a key") {
           "http://host?canary", "http://host/ canary", "http://host:canary", "canary",
           "http://[canary", "ftp://canary", "http://host#canary"})
         CHECK(refusal(text).find("canary") == std::string::npos);
+}
+
+TEST_CASE("one address is one, however it is written") {
+    CHECK(plain_address("http://Host/v1/") == plain_address("http://host:80/v1"));
+    CHECK(plain_address("https://host/v1") != plain_address("http://host/v1"));
+    CHECK(plain_address("http://host/v1") != plain_address("http://host/v2"));
+    CHECK(plain_address("no URL") == "no URL");
+    CHECK(addresses_in("http://a/v1 http://b/v1", "http://c/v1 http://B:80/v1/ http://a/v1"));
+    CHECK(!addresses_in("http://a/v1 http://b/v1", "http://c/v1 http://a/v1"));
+    CHECK(!addresses_in("", "http://a/v1"));
+    CHECK(joined_addresses("", "http://a/v1") == "http://a/v1");
+    CHECK(joined_addresses("http://a/v1 http://b/v1", "http://c/v1 http://a:80/v1") ==
+          "http://a/v1 http://b/v1 http://c/v1");
 }

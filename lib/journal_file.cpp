@@ -1142,7 +1142,8 @@ Failure merge_journals(const std::string& path, const std::vector<std::string>& 
                        JournalMerge& out) {
     out = {};
     std::error_code none;
-    if (std::filesystem::exists(path, none))
+    if (std::filesystem::exists(path, none) && (!std::filesystem::is_regular_file(path, none) ||
+                                                std::filesystem::file_size(path, none) > 0))
         return {JournalErrc::unwritable,
                 fmt::format("{} is there already: give a new file, or move it away", path)};
     std::unique_ptr<detail::JournalFile> file;

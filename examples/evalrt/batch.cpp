@@ -10,10 +10,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <unordered_map>
+#include <utility>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -265,11 +268,33 @@ std::string output_line(const Item& item, const Response& response) {
     return out;
 }
 
+bool is_standard_output(std::string_view path) {
+    for (const std::string_view name : {"-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
+        if (path == name) return true;
+    return false;
+}
+
+std::string other_item(const std::string& path, const std::vector<bool>& ours) {
+    std::error_code none;
+    if (!std::filesystem::is_regular_file(path, none)) return {};
+    std::ifstream file(path, std::ios::binary);
+    for (std::string line; std::getline(file, line);) {
+        if (detail::check_object(line)) continue;
+        const auto list = members(line);
+        const auto id = from_json_string(member(list, "id").value_or("\"\""));
+        const auto number =
+            id.starts_with("evalrt-") ? std::strtoul(id.c_str() + 7, nullptr, 10) : 0;
+        if (number > 0 && (number > ours.size() || !ours[number - 1]))
+            return from_json_string(member(list, "custom_id").value_or("\"\""));
+    }
+    return {};
+}
+
 std::string Output::open(const std::string& path, std::size_t count, bool journalled,
                          std::unique_ptr<Output>& out) {
     out.reset(new Output);
     out->places_.resize(count);
-    if (path.empty() || path == "-") {
+    if (path.empty() || is_standard_output(path)) {
         if ((::fcntl(STDOUT_FILENO, F_GETFL) & O_ACCMODE) == O_RDONLY)
             return "standard output is closed; give -o a file";
         out->file_ = std::tmpfile();
@@ -292,18 +317,43 @@ std::string Output::open(const std::string& path, std::size_t count, bool journa
             out->path_ = real.string();
     out->part_ = path + ".part";
     // Answers of an earlier run are not thrown away.
-    if (journalled && std::filesystem::exists(out->part_, none)) return {};
+    if (journalled && std::filesystem::exists(out->part_, none)) return out->hold();
     return out->make(false);
 }
 
+// Two runs that write one OUT would write over each other. Where a file system has no locks, there
+// is none.
+std::string Output::in_use(int fd) const {
+    if (::flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return {};
+    ::close(fd);
+    return fmt::format("{} is being written by another run: give -o another file", part_);
+}
+
+std::string Output::hold() {
+    held_ = ::open(part_.c_str(), O_RDWR | O_CLOEXEC);
+    if (held_ < 0) return fmt::format("cannot write {}: {}", part_, error_text());
+    auto error = in_use(held_);
+    if (!error.empty()) held_ = -1;
+    return error;
+}
+
 std::string Output::make(bool replace) {
-    const int fd =
-        ::open(part_.c_str(), O_RDWR | O_CREAT | (replace ? O_TRUNC : O_EXCL) | O_CLOEXEC, 0666);
+    int fd = std::exchange(held_, -1);
+    if (fd >= 0) {
+        if (::ftruncate(fd, 0) != 0) {
+            ::close(fd);
+            return fmt::format("cannot write {}: {}", part_, error_text());
+        }
+        file_ = ::fdopen(fd, "w+");
+        return {};
+    }
+    fd = ::open(part_.c_str(), O_RDWR | O_CREAT | (replace ? O_TRUNC : O_EXCL) | O_CLOEXEC, 0666);
     if (fd < 0 && errno == EEXIST)
         return fmt::format("{} is there already, with the answers of a run that did not end: move "
                            "or delete it first",
                            part_);
     if (fd < 0) return fmt::format("cannot write {}: {}", part_, error_text());
+    if (auto error = in_use(fd); !error.empty()) return error;
     file_ = ::fdopen(fd, "w+");
     return {};
 }
@@ -314,6 +364,7 @@ void Output::drop() {
 
 Output::~Output() {
     if (file_) std::fclose(file_);
+    if (held_ >= 0) ::close(held_);
 }
 
 bool Output::add(std::size_t index, std::string_view line) {

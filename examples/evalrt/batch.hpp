@@ -42,6 +42,12 @@ std::vector<std::optional<std::size_t>> repeats(const std::vector<Item>& items);
 /// One line of the output, without its end.
 std::string output_line(const Item& item, const Response& response);
 
+/// "-", or a name of the system's for it: what a shell has opened there is never replaced.
+bool is_standard_output(std::string_view path);
+
+/// The custom_id of an item in this output that is none of ours (by number); empty: there is none.
+std::string other_item(const std::string& path, const std::vector<bool>& ours);
+
 /// The output of a run: grows as OUT.part in the order of completion, and becomes OUT in the order
 /// of the input once the run has ended.
 class Output {
@@ -68,11 +74,14 @@ public:
 private:
     Output() = default;
     std::string make(bool replace);
+    std::string hold();
+    std::string in_use(int fd) const; ///< closes it then
     bool copy_to(std::FILE* target);
 
     std::string path_, part_;
     bool replaces_ = true; // what is at path_
     std::FILE* file_ = nullptr;
+    int held_ = -1; // what an earlier session has left in part_, until there is an answer
     struct Place {
         std::uint64_t offset = 0;
         std::uint32_t size = 0;

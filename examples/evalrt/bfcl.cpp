@@ -432,7 +432,11 @@ std::vector<Item> unanswered(std::vector<Item> items, const std::vector<Row>& ro
     return items;
 }
 
-Failure write_results(const std::filesystem::path& path, std::vector<Row> rows) {
+std::pair<std::string, std::size_t> place(const std::string& id) {
+    return split(id).value_or(std::pair(id, 0));
+}
+
+std::string results_text(std::vector<Row> rows) {
     // Equal keys keep the order that they come in, as in Python: addresses of one vector grow.
     std::vector<std::pair<std::pair<std::string, std::uint64_t>, const Row*>> order;
     std::unordered_set<std::string_view> seen;
@@ -440,7 +444,13 @@ Failure write_results(const std::filesystem::path& path, std::vector<Row> rows) 
         if (seen.insert(row->id).second)
             order.emplace_back(split(row->id).value_or(std::pair(row->id, 0)), &*row);
     std::sort(order.begin(), order.end());
+    std::string text;
+    for (const auto& [key, row] : order) text.append(row->text).append("\n");
+    return text;
+}
 
+Failure write_results(const std::filesystem::path& path, std::vector<Row> rows) {
+    const auto text = results_text(std::move(rows));
     std::error_code error;
     if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
     if (error) return bad_file("write", path, error.value());
@@ -448,7 +458,7 @@ Failure write_results(const std::filesystem::path& path, std::vector<Row> rows) 
     part += ".part";
     errno = 0;
     std::ofstream file(part, std::ios::binary | std::ios::trunc);
-    for (const auto& [key, row] : order) file << row->text << '\n';
+    file << text;
     file.close();
     if (!file) return bad_file("write", part, errno);
     std::filesystem::rename(part, path, error);

@@ -72,6 +72,12 @@ Result<std::vector<Row>> read_results(const std::filesystem::path& path);
 /// The items that have no row.
 std::vector<Item> unanswered(std::vector<Item> items, const std::vector<Row>& rows);
 
+/// "live_simple_19-3-15": {"live_simple", 19}.
+std::pair<std::string, std::size_t> place(const std::string& id);
+
+/// Rows in bfcl_eval's order, a line each; of rows with one id the last counts.
+std::string results_text(std::vector<Row> rows);
+
 /// Replaces the file by these rows, in bfcl_eval's order; of rows with one id the last counts. A
 /// reader finds the old file or the new one, never a part.
 Failure write_results(const std::filesystem::path& path, std::vector<Row> rows);

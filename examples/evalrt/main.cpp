@@ -122,11 +122,22 @@ void add_shard(CLI::App& command, Options& options) {
                        "Slurm (arrays), Kubernetes (indexed jobs) or mpirun");
 }
 
-// {shard} in a file's name is the part's number: one command for all of them.
-void name_shard(std::string& path, const detail::ShardChoice& part) {
+// {shard} in a file's name is the part's number: one command for all of them. The string says what
+// is wrong.
+std::string name_shard(std::string_view option, std::string& path, const Options& options) {
     constexpr std::string_view word = "{shard}";
-    for (auto at = path.find(word); at != path.npos; at = path.find(word))
-        path.replace(at, word.size(), std::to_string(part.index));
+    for (auto at = path.find(word); at != path.npos; at = path.find(word)) {
+        if (!options.part)
+            return fmt::format("{} {}: {{shard}} is the number of a part, and needs --shard",
+                               option, path);
+        path.replace(at, word.size(), std::to_string(options.part->index));
+    }
+    return {};
+}
+
+// What is no error.
+void note(const Options& options, std::string_view line) {
+    if (!options.common.quiet) say(line);
 }
 
 // Nothing: fine. Otherwise what is wrong.
@@ -155,11 +166,16 @@ std::string settle(Options& options) {
             },
             error);
         if (!options.part) return error;
-        for (auto* path : {&runtime.journal.path, &options.common.json})
-            name_shard(*path, *options.part);
         runtime.journal.settings.emplace_back(
             "shard", fmt::format("{}/{}", options.part->index, options.part->count));
     }
+    for (const auto& [option, path] : {std::pair("--journal", &runtime.journal.path),
+                                       {"--json", &options.common.json},
+                                       {"--explain", &options.common.explain}})
+        if (auto error = name_shard(option, *path, options); !error.empty())
+            return error;
+        else if (*path == "-")
+            return fmt::format("{} -: give a file (./- for one of that name)", option);
     if (options.timeout < 0) return "--timeout is below zero";
     if (!(options.timeout < 1e9)) return "--timeout is no number of seconds";
     if (options.temperature && !std::isfinite(*options.temperature))
@@ -189,7 +205,7 @@ std::string settle(Options& options) {
     const auto* variable = wire == Wire::anthropic ? "ANTHROPIC_API_KEY" : "OPENAI_API_KEY";
     if (!options.key_file.empty()) {
         std::ifstream file(options.key_file);
-        if (!std::getline(file, runtime.api_key))
+        if (!std::getline(file, runtime.api_key) || runtime.api_key.empty())
             return fmt::format("cannot read a key from {}", options.key_file);
     } else if (const char* key = std::getenv(variable); key && !runtime.url.empty()) {
         runtime.api_key = key;
@@ -206,9 +222,10 @@ int fail(std::string_view what) {
 void hint(const Options& options) {
     const auto& runtime = options.common.runtime;
     if (!options.urls.empty() && !options.backend_given)
-        say(fmt::format("no --backend is given, so the server is taken for {}, one request at a "
-                        "time; --backend openai-url finds out what it is",
-                        runtime.backend));
+        note(options,
+             fmt::format("no --backend is given, so the server is taken for {}, one request "
+                         "at a time; --backend openai-url finds out what it is",
+                         runtime.backend));
 }
 
 bool same_file(const std::string& a, const std::string& b) {
@@ -219,7 +236,7 @@ bool same_file(const std::string& a, const std::string& b) {
 }
 
 // Leaves the part that --shard names.
-void keep_shard(batch::Input& input, const Options& options) {
+void keep_shard(batch::Input& input, Options& options) {
     const auto made = plan(
         input.items.size(),
         [&](std::size_t i) -> const Request* {
@@ -228,7 +245,12 @@ void keep_shard(batch::Input& input, const Options& options) {
         },
         options.common.runtime);
     const detail::Shards shards(made.items, options.part->count);
-    say(shard_line(made, shards, options.part->index));
+    note(options, shard_line(made, shards, options.part->index));
+    auto& journal = options.common.runtime.journal;
+    journal.cut = cut_name(
+        made, shards, [&](std::size_t i) -> std::string_view { return input.items[i].custom_id; });
+    // How many of equal ones are asked depends on which part they are in.
+    if (!options.common.dedupe) journal.whole_items = std::int64_t(made.order.size());
     std::vector<bool> ours(input.items.size());
     for (const auto i : shard_places(made, shards, options.part->index)) ours[i] = true;
     // What is no request is reported once.
@@ -272,7 +294,7 @@ int run(Options& options, const std::string& path, std::string out, bool skip_in
         bool only_plan) {
     const auto started = Clock::now();
     if (auto error = settle(options); !error.empty()) return fail(error);
-    if (options.part) name_shard(out, *options.part);
+    if (auto error = name_shard("-o", out, options); !error.empty()) return fail(error);
     const auto& kept = options.common.runtime.journal.path;
     if (out != "-" && same_file(out, path))
         return fail(fmt::format("-o {} is the batch file itself: give another file", out));
@@ -285,18 +307,28 @@ int run(Options& options, const std::string& path, std::string out, bool skip_in
         input.items.resize(std::min(input.items.size(), std::size_t(*options.limit)));
     }
     if (options.max_tokens) {
-        say(fmt::format("--max-tokens: every body gets \"max_tokens\": {}", *options.max_tokens));
+        note(options,
+             fmt::format("--max-tokens: every body gets \"max_tokens\": {}", *options.max_tokens));
         batch::override_member(input, "max_tokens", std::to_string(*options.max_tokens));
     }
     if (options.temperature) {
-        say(fmt::format("--temperature: every body gets \"temperature\": {}",
-                        *options.temperature));
+        note(options, fmt::format("--temperature: every body gets \"temperature\": {}",
+                                  *options.temperature));
         batch::override_member(input, "temperature", fmt::format("{}", *options.temperature));
     }
     if (only_plan) return dry_run(input, options, started);
     if (options.part) {
         keep_shard(input, options);
         if (input.items.empty() && out.empty()) return exit_answered;
+        std::vector<bool> ours;
+        for (const auto& item : input.items) {
+            ours.resize(item.number + 1);
+            ours[item.number] = true;
+        }
+        if (const auto id = batch::other_item(out, ours); !id.empty())
+            return fail(fmt::format("-o {} has answers of another part ({}), which would be lost: "
+                                    "give each part a name of its own, with {{shard}} in it",
+                                    out, id));
     }
     auto& journal = options.common.runtime.journal;
     std::error_code none;
@@ -341,11 +373,11 @@ struct BfclOptions {
 
 int run_bfcl(Options& options, BfclOptions asked) {
     if (auto error = settle(options); !error.empty()) return fail(error);
-    if (options.part) { // two must not write one file
-        if (asked.result_dir.find("{shard}") == std::string::npos)
-            asked.result_dir += "/shard-{shard}";
-        name_shard(asked.result_dir, *options.part);
-    }
+    // Two must not write one file.
+    if (options.part && asked.result_dir.find("{shard}") == std::string::npos)
+        asked.result_dir += "/shard-{shard}";
+    if (auto error = name_shard("--result-dir", asked.result_dir, options); !error.empty())
+        return fail(error);
     auto& runtime = options.common.runtime;
     const auto categories = bfcl::categories(asked.categories);
     if (!categories) return fail(categories.error().detail);
@@ -392,8 +424,8 @@ int run_bfcl(Options& options, BfclOptions asked) {
         // A journal knows better: it knows what was asked, and with which settings.
         auto rest = journalled ? *items : bfcl::unanswered(*items, file.rows);
         if (rest.size() < all)
-            say(fmt::format("{}: {} of {} are answered already in {}", category, all - rest.size(),
-                            all, file.path.string()));
+            note(options, fmt::format("{}: {} of {} are answered already in {}", category,
+                                      all - rest.size(), all, file.path.string()));
         // Shards are cut from the whole, whatever is answered already.
         std::unordered_set<std::string> waiting;
         for (const auto& item : rest) waiting.insert(item.id);
@@ -418,7 +450,10 @@ int run_bfcl(Options& options, BfclOptions asked) {
             },
             runtime);
         const detail::Shards shards(made.items, options.part->count);
-        say(shard_line(made, shards, options.part->index));
+        note(options, shard_line(made, shards, options.part->index));
+        runtime.journal.cut = cut_name(
+            made, shards, [&](std::size_t i) -> std::string_view { return suite.jobs[i].id; });
+        runtime.journal.whole_items = std::int64_t(made.order.size());
         std::vector<Job> jobs;
         std::vector<Origin> kept;
         for (const auto i : shard_places(made, shards, options.part->index)) {
@@ -430,7 +465,7 @@ int run_bfcl(Options& options, BfclOptions asked) {
         origins = std::move(kept);
     }
     if (suite.jobs.empty()) {
-        say("everything is answered already");
+        note(options, "everything is answered already");
         return exit_answered;
     }
     std::error_code made;
@@ -601,6 +636,15 @@ int main(int argc, char** argv) {
                         argv[1][0] != '-' ? argv[1] + std::string(" ") : ""));
         return exit_usage;
     }
+    // A variable that is not set, in most cases.
+    for (const auto* command : app.get_subcommands())
+        for (const auto* option : command->get_options())
+            for (const auto& value : option->results())
+                if (value.find_first_not_of(" \t\n") == value.npos &&
+                    option->get_name() != "--server-arg")
+                    return fail(fmt::format("{} is given an empty value: leave it out, or give it "
+                                            "one (is a variable not set?)",
+                                            option->get_name()));
     if (merge_command.parsed()) return merge(merged, shards, merge_suite);
     if (report_command.parsed()) return report(runs, report_json);
     if (backends_command.parsed()) {

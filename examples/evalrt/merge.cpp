@@ -15,8 +15,13 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
+#include <set>
+#include <sstream>
 
+#include <sys/stat.h>
+#include <unistd.h>
 
 namespace evalrt::program {
 namespace {
@@ -25,7 +30,7 @@ using detail::from_json_string;
 using detail::member;
 using detail::members;
 
-enum class Kind { unreadable, journal, output, results, other };
+enum class Kind { unreadable, nothing, journal, output, results, other };
 
 Kind kind_of(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
@@ -34,7 +39,7 @@ Kind kind_of(const std::string& path) {
     if (!file.is_open() || file.bad()) return Kind::unreadable;
     head.resize(std::size_t(file.gcount()));
     if (head.starts_with("SQLite format 3")) return Kind::journal;
-    if (head.empty()) return Kind::output;
+    if (head.empty()) return Kind::nothing;
     file.clear();
     file.seekg(0);
     std::string line;
@@ -50,10 +55,66 @@ int fail(std::string_view what) {
     return exit_usage;
 }
 
-int unwritable(const std::string& path) {
-    say(fmt::format("cannot write {}: {}", path, std::strerror(errno)));
-    return exit_unwritable;
-}
+// What is joined goes to a new file, or through what is no file: standard output, a pipe, a device.
+class Target {
+public:
+    // Nothing: it can be written. Otherwise why not.
+    std::string open(const std::string& path) {
+        path_ = path;
+        if ((stdout_ = batch::is_standard_output(path))) return {};
+        struct stat info;
+        if (::stat(path.c_str(), &info) != 0) {
+            // A link to nothing yet: what it names is written, the link stays.
+            std::error_code none;
+            if (const auto to = std::filesystem::read_symlink(path, none); !none)
+                path_ = (std::filesystem::path(path).parent_path() / to).string();
+            return {};
+        }
+        if (S_ISDIR(info.st_mode)) return fmt::format("{} is a folder: give a file", path);
+        through_ = !S_ISREG(info.st_mode);
+        std::error_code none;
+        if (const auto real = std::filesystem::canonical(path, none); !none && !through_)
+            path_ = real.string(); // behind a link
+        if (through_ || info.st_size == 0) return {};
+        return fmt::format("{} is there already, and is left as it is: give a new file, or move it "
+                           "away (the file to write comes first: evalrt merge OUT SHARD...)",
+                           path);
+    }
+
+    bool is_file() const { return !stdout_ && !through_; }
+    const std::string& path() const { return path_; }
+    const char* name() const { return stdout_ ? "standard output" : path_.c_str(); }
+
+    // An exit code; 0: it is written.
+    int write(const std::function<void(std::ostream&)>& fill) const {
+        std::string text;
+        if (stdout_) {
+            std::ostringstream all;
+            fill(all);
+            text = std::move(all).str();
+            if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() &&
+                std::fflush(stdout) == 0)
+                return exit_answered;
+            return unwritable(name());
+        }
+        const auto to = through_ ? path_ : path_ + ".tmp";
+        std::ofstream file(to, std::ios::binary | std::ios::trunc);
+        if (file) fill(file);
+        file.close();
+        if (!file) return unwritable(to);
+        if (!through_ && std::rename(to.c_str(), path_.c_str()) != 0) return unwritable(path_);
+        return exit_answered;
+    }
+
+private:
+    static int unwritable(const std::string& path) {
+        say(fmt::format("cannot write {}: {}", path, std::strerror(errno)));
+        return exit_unwritable;
+    }
+
+    std::string path_;
+    bool stdout_ = false, through_ = false;
+};
 
 // "2, 5-7 and 12 more"
 std::string ranges(const std::vector<std::size_t>& numbers) {
@@ -70,19 +131,23 @@ std::string ranges(const std::vector<std::size_t>& numbers) {
     return text;
 }
 
-int merge_journal_files(const std::string& out, const std::vector<std::string>& shards) {
+int merge_journal_files(const Target& out, const std::vector<std::string>& shards) {
+    if (!out.is_file()) return fail("journals become a journal: give a file to write it to");
     JournalMerge result;
-    if (const auto failure = merge_journals(out, shards, result)) {
+    if (const auto failure = merge_journals(out.path(), shards, result)) {
         say(failure.detail);
         return failure.code == JournalErrc::changed || failure.code == JournalErrc::foreign
                    ? exit_usage
                    : exit_unwritable;
     }
-    say(fmt::format("{}: {} items, {} answered, {} failed, {} not run", out, result.items,
-                    result.answered, result.failed, result.not_run));
+    for (const auto& it : result.empty)
+        say(fmt::format("{} has no run in it, and is left out", it));
     std::string missing;
     for (const auto& it : result.missing) missing += (missing.empty() ? "" : ", ") + it;
     if (!missing.empty()) say("missing shards: " + missing);
+    say(fmt::format("{}: {} items{}, {} answered, {} failed, {} not run", out.name(), result.items,
+                    result.counted ? "" : " without those of the missing shards", result.answered,
+                    result.failed, result.not_run));
     return result.answered == result.items && missing.empty() ? exit_answered : exit_failed;
 }
 
@@ -91,23 +156,31 @@ struct Line {
     bool answered = false;
 };
 
-std::string answer_of(const std::string& line) {
+std::string_view body_of(std::string_view line) {
     const auto list = members(line);
     const auto response = member(list, "response");
     if (!response || !response->starts_with('{')) return {};
     const auto inner = members(*response);
     const auto body = member(inner, "body");
-    if (!body || !body->starts_with('{')) return {};
-    const auto parts = members(*body);
-    for (const auto* name : {"choices", "content"})
-        if (const auto value = member(parts, name)) return std::string(*value);
-    return std::string(*body);
+    return body && body->starts_with('{') ? *body : std::string_view();
 }
 
-int merge_outputs(const std::string& out, const std::vector<std::string>& shards,
+std::string answer_of(std::string_view line) {
+    const auto body = body_of(line);
+    const auto parts = members(body);
+    for (const auto* name : {"choices", "content"})
+        if (const auto value = member(parts, name)) return std::string(*value);
+    return std::string(body);
+}
+
+int merge_outputs(const Target& out, const std::vector<std::string>& shards,
                   const std::string& suite) {
-    std::map<std::size_t, Line> lines; // by number in the suite
+    std::map<std::size_t, Line> lines;                       // by number in the suite
+    std::map<std::string, std::size_t, std::less<>> numbers; // by custom_id
+    std::string model, of; // that has answered the files before, and the first of them
+    std::size_t repeated = 0;
     for (const auto& path : shards) {
+        std::set<std::string> models;
         std::ifstream file(path, std::ios::binary);
         std::string text;
         for (std::size_t row = 1; std::getline(file, text); ++row) {
@@ -132,13 +205,22 @@ int merge_outputs(const std::string& out, const std::vector<std::string>& shards
             const auto number =
                 id.starts_with("evalrt-") ? std::strtoul(id.c_str() + 7, &end, 10) : 0;
             if (number == 0 || *end) return bad("is no output line of evalrt run");
+            if (line.answered && models.size() < 2)
+                models.insert(
+                    from_json_string(member(members(body_of(text)), "model").value_or("\"\"")));
             line.text = std::move(text);
+            const auto known = numbers.emplace(line.custom_id, number).first->second;
+            if (known != number)
+                return bad(fmt::format("\"{}\" is the item {} here and {} in a line before: they "
+                                       "are not of one suite",
+                                       line.custom_id, number, known));
             const auto [it, fresh] = lines.try_emplace(number);
             auto& held = it->second;
             if (!fresh && held.custom_id != line.custom_id)
                 return bad(fmt::format("the item {} is \"{}\" here and \"{}\" in a file before: "
                                        "they are not of one suite",
                                        number, line.custom_id, held.custom_id));
+            repeated += !fresh;
             if (!fresh && held.answered && line.answered &&
                 answer_of(held.text) != answer_of(line.text))
                 return bad(fmt::format("\"{}\" is answered otherwise than in a file before",
@@ -146,6 +228,14 @@ int merge_outputs(const std::string& out, const std::vector<std::string>& shards
             if (fresh || (line.answered && !held.answered)) held = std::move(line);
         }
         if (file.bad()) return fail(fmt::format("cannot read {}", path));
+        // A suite may name several models; then each part may have each of them.
+        if (models.size() != 1 || models.begin()->empty()) continue;
+        if (!model.empty() && model != *models.begin())
+            return fail(fmt::format("{} was answered by the model \"{}\", {} by \"{}\": they are "
+                                    "not of one run",
+                                    path, *models.begin(), of, model));
+        model = *models.begin();
+        if (of.empty()) of = path;
     }
     std::vector<std::size_t> missing;
     std::size_t count = lines.empty() ? 0 : lines.rbegin()->first, answered = 0;
@@ -164,30 +254,45 @@ int merge_outputs(const std::string& out, const std::vector<std::string>& shards
     }
     for (std::size_t i = 1; i <= count; ++i)
         if (!lines.contains(i)) missing.push_back(i);
-    const auto part = out + ".tmp";
-    std::ofstream file(part, std::ios::binary | std::ios::trunc);
-    for (const auto& [number, line] : lines) {
-        file << line.text << '\n';
-        answered += line.answered;
+    if (count == 0) {
+        say("there is no item in any of these files");
+        return exit_failed;
     }
-    file.close();
-    if (!file) return unwritable(part);
-    if (std::rename(part.c_str(), out.c_str()) != 0) return unwritable(out);
-    say(fmt::format("{}: {} items, {} answered, {} failed, {} missing{}", out, count, answered,
-                    lines.size() - answered, missing.size(),
+    if (const int code = out.write([&](std::ostream& file) {
+            for (const auto& [number, line] : lines) {
+                file << line.text << '\n';
+                answered += line.answered;
+            }
+        }))
+        return code;
+    if (repeated > 0)
+        say(fmt::format("{} lines are of items that are in a file before: these are parts of more "
+                        "than one cut, or of one that was run again",
+                        repeated));
+    say(fmt::format("{}: {} items, {} answered, {} failed, {} missing{}", out.name(), count,
+                    answered, lines.size() - answered, missing.size(),
                     suite.empty() ? " as far as the numbers say (--suite FILE knows the end)"
                                   : ""));
     if (!missing.empty()) say("missing are the numbers " + ranges(missing));
     return answered == count ? exit_answered : exit_failed;
 }
 
-int merge_results(const std::string& out, const std::vector<std::string>& shards) {
+int merge_results(const Target& out, const std::vector<std::string>& shards) {
     std::vector<bfcl::Row> all;
     std::map<std::string, std::string> results;
+    std::string category;
+    std::set<std::size_t> numbers;
     for (const auto& path : shards) {
         auto rows = bfcl::read_results(path);
         if (!rows) return fail(rows.error().detail);
         for (auto& row : *rows) {
+            const auto [of, number] = bfcl::place(row.id);
+            if (category.empty()) category = of;
+            if (category != of)
+                return fail(fmt::format("{} has rows of {}, and what is before of {}: join one "
+                                        "category at a time",
+                                        path, of, category));
+            numbers.insert(number);
             const auto result = std::string(member(members(row.text), "result").value_or(""));
             const auto [it, fresh] = results.emplace(row.id, result);
             if (!fresh && it->second != result)
@@ -197,24 +302,49 @@ int merge_results(const std::string& out, const std::vector<std::string>& shards
         }
     }
     const auto count = all.size();
-    if (const auto failure = bfcl::write_results(out, std::move(all))) {
-        say(failure.detail);
-        return exit_unwritable;
+    if (count == 0) {
+        say("there is no row in any of these files");
+        return exit_failed;
     }
-    say(fmt::format("{}: {} rows", out, count));
-    return exit_answered;
+    const auto text = bfcl::results_text(std::move(all));
+    if (const int code = out.write([&](std::ostream& file) { file << text; })) return code;
+    // The numbers of a category have no gaps; where they end is not known here.
+    std::vector<std::size_t> missing;
+    for (std::size_t i = 0; i < *numbers.rbegin(); ++i)
+        if (!numbers.contains(i)) missing.push_back(i);
+    say(fmt::format("{}: {} rows of {}, {} missing as far as the numbers say", out.name(), count,
+                    category, missing.size()));
+    if (!missing.empty()) say("missing are the numbers " + ranges(missing));
+    return missing.empty() ? exit_answered : exit_failed;
 }
 
 } // namespace
 
-int merge(const std::string& out, const std::vector<std::string>& shards,
-          const std::string& suite) {
-    std::optional<Kind> kind;
+bool belongs_to_another(const std::string& path, const std::vector<std::string>& all) {
+    for (const std::string_view end : {"-wal", "-shm", "-journal", ".lock", ".new", ".new-journal"})
+        if (path.ends_with(end) && std::find(all.begin(), all.end(),
+                                             path.substr(0, path.size() - end.size())) != all.end())
+            return true;
+    return false;
+}
+
+int merge(const std::string& to, const std::vector<std::string>& shards, const std::string& suite) {
     std::error_code none;
-    for (const auto& path : shards) {
-        if (std::filesystem::equivalent(path, out, none))
+    for (const auto& path : shards)
+        if (std::filesystem::equivalent(path, to, none))
             return fail(
-                fmt::format("{} is to be joined, and to be written: give a new file", path));
+                fmt::format("{} is to be joined, and to be written: give a new file (the file to "
+                            "write comes first: evalrt merge OUT SHARD...)",
+                            path));
+    Target out;
+    if (const auto why = out.open(to); !why.empty()) return fail(why);
+    std::optional<Kind> kind;
+    std::vector<std::string> parts;
+    for (const auto& path : shards) {
+        if (belongs_to_another(path, shards)) continue;
+        if (std::filesystem::exists(path, none) && !std::filesystem::is_directory(path, none) &&
+            !std::filesystem::is_regular_file(path, none))
+            return fail(fmt::format("{} is no file: it could be read only once", path));
         const auto it = kind_of(path);
         if (it == Kind::unreadable)
             return fail(fmt::format("cannot read {}: {}", path, std::strerror(errno)));
@@ -222,12 +352,20 @@ int merge(const std::string& out, const std::vector<std::string>& shards,
             return fail(fmt::format("{} is no journal, no output of evalrt run and no result file "
                                     "of evalrt bfcl",
                                     path));
+        if (it == Kind::nothing) {
+            say(fmt::format("{} has nothing in it", path));
+            continue;
+        }
         if (kind && *kind != it)
             return fail("give journals, or outputs, or result files: one kind");
         kind = it;
+        parts.push_back(path);
     }
-    if (kind == Kind::journal) return merge_journal_files(out, shards);
-    return kind == Kind::results ? merge_results(out, shards) : merge_outputs(out, shards, suite);
+    if (!suite.empty() && kind && *kind != Kind::output)
+        return fail("--suite is for outputs: journals and result files know what is missing "
+                    "without it");
+    if (kind == Kind::journal) return merge_journal_files(out, parts);
+    return kind == Kind::results ? merge_results(out, parts) : merge_outputs(out, parts, suite);
 }
 
 } // namespace evalrt::program

@@ -8,10 +8,15 @@
 namespace evalrt::program {
 
 /// Journals become a journal, outputs of run an output, result files of bfcl a result file.
-/// `suite`: the batch file, if it is known: what is missing is told from it. Returns the exit code:
-/// 0 if all is there and answered, 1 if not, 2 for files that do not fit together, 4 if the result
-/// cannot be written. Then nothing is written.
+/// `suite`: the batch file, if it is known: what is missing is told from it. `out`: a new file; or,
+/// but for journals, - for standard output, or a pipe or device, which is written to. Returns the
+/// exit code: 0 if all is there and answered, 1 if not, 2 for files that do not fit together or an
+/// `out` that is there already, 4 if the result cannot be written. Then nothing is written.
 int merge(const std::string& out, const std::vector<std::string>& shards, const std::string& suite);
+
+/// What lies beside one of these journals while it is in use, and after a kill: a pattern takes it
+/// in.
+bool belongs_to_another(const std::string& path, const std::vector<std::string>& all);
 
 } // namespace evalrt::program
 

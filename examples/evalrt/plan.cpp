@@ -33,6 +33,11 @@ double percent(std::uint64_t part, std::uint64_t whole) {
     return whole > 0 ? 100 * double(part) / double(whole) : 0;
 }
 
+std::string short_percent(std::uint64_t part, std::uint64_t whole) {
+    const auto value = percent(part, whole);
+    return value < 99.5 ? fmt::format("{:.2g}", value) : grouped(std::uint64_t(value + 0.5));
+}
+
 double journal_bytes(const Plan& plan) {
     return journal_overhead * (answer_bytes * double(plan.order.size()) +
                                answer_bytes_per_token * double(plan.output_tokens));
@@ -100,9 +105,25 @@ std::vector<std::size_t> shard_places(const Plan& plan, const detail::Shards& sh
     return places;
 }
 
+std::string cut_name(const Plan& plan, const detail::Shards& shards,
+                     const std::function<std::string_view(std::size_t)>& id) {
+    std::uint64_t hash = 14695981039346656037u; // FNV-1a
+    const auto add = [&](std::string_view bytes) {
+        for (const unsigned char c : bytes) hash = (hash ^ c) * 1099511628211u;
+    };
+    const auto count = [&](std::uint64_t n) { add(std::to_string(n) + " "); };
+    for (std::size_t i = 0; i < shards.count(); ++i) count(shards.begin(i));
+    for (const auto i : plan.order) {
+        count(i);
+        count(id(i).size());
+        add(id(i));
+    }
+    return fmt::format("{:016x}", hash);
+}
+
 std::string shard_line(const Plan& plan, const detail::Shards& shards, std::size_t shard) {
     return fmt::format("shard {} of {} (from 0): {} of {} requests; for the cuts about {} prompt "
-                       "tokens of {} are computed twice, over all shards",
+                       "tokens are computed again in all shards, beside {} that one run computes",
                        shard, shards.count(), grouped(shards.end(shard) - shards.begin(shard)),
                        grouped(plan.order.size()), grouped(tokens(shards.duplicated())),
                        grouped(tokens(plan.cold_bytes)));
@@ -125,11 +146,12 @@ std::string dry_run_text(const Plan& plan, const detail::Shards& shards, const D
             : "");
     const auto sizes = spread(shards);
     if (shards.count() > 1)
-        text += fmt::format(
-            "shards: {} of {} to {} requests, the dearest {:.3f} of the mean; about "
-            "{} prompt tokens computed twice for the cuts ({:.4f} %)\n",
-            shards.count(), grouped(sizes.fewest), grouped(sizes.most), sizes.largest,
-            grouped(tokens(shards.duplicated())), percent(shards.duplicated(), plan.cold_bytes));
+        text +=
+            fmt::format("shards: {} of {} to {} requests, the dearest {:.3f} of the mean; about "
+                        "{} prompt tokens computed again for the cuts ({} % more)\n",
+                        shards.count(), grouped(sizes.fewest), grouped(sizes.most), sizes.largest,
+                        grouped(tokens(shards.duplicated())),
+                        short_percent(shards.duplicated(), plan.cold_bytes));
     const auto count = double(std::max<std::size_t>(shards.count(), 1));
     text += fmt::format("disk: about {:.0f} MB for all journals, if all answers are that long\n",
                         journal_bytes(plan) / 1e6);

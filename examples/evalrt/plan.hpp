@@ -37,6 +37,11 @@ std::string dry_run_json(const Plan& plan, const detail::Shards& shards, const D
 std::vector<std::size_t> shard_places(const Plan& plan, const detail::Shards& shards,
                                       std::size_t shard);
 
+/// Another one where the suite is cut otherwise: other items, another order, other places.
+/// `id(i)`: of the item i of the suite.
+std::string cut_name(const Plan& plan, const detail::Shards& shards,
+                     const std::function<std::string_view(std::size_t)>& id);
+
 /// "shard 2 of 8 (from 0): ..."
 std::string shard_line(const Plan& plan, const detail::Shards& shards, std::size_t shard);
 

@@ -1,5 +1,6 @@
 #include "report.hpp"
 
+#include "merge.hpp"
 #include "suite.hpp"
 
 #include "evalrt/journal.hpp"
@@ -39,6 +40,7 @@ Failure read(const std::string& path, json::object& out) {
             ++report.not_run;
     });
     if (failure) return failure;
+    report.not_run += std::uint64_t(summary.missing);
     report.backend = field(summary.config, "backend");
     report.model = field(summary.config, "model");
     if (!summary.server_version.empty()) report.server_version = summary.server_version;
@@ -144,6 +146,7 @@ int report(const std::vector<std::string>& paths, bool as_json) {
     json::array all;
     bool complete = true;
     for (const auto& path : paths) {
+        if (belongs_to_another(path, paths)) continue;
         std::ifstream file(path, std::ios::binary);
         std::string head(16, '\0');
         file.read(head.data(), 16);

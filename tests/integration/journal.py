@@ -140,7 +140,7 @@ class Base(unittest.TestCase):
 
     def held(self, path="j"):
         """Items of the journal with an answer, as anybody with SQLite sees them."""
-        with sqlite3.connect(self.dir / path) as db:
+        with contextlib.closing(sqlite3.connect(self.dir / path)) as db:
             rows = db.execute("SELECT i.name, count(*) FROM items i JOIN outcomes o ON o.item = i.id "
                               "WHERE o.failure IS NULL GROUP BY i.id").fetchall()
         self.assertTrue(all(count == 1 for _, count in rows), "answered more than once")
@@ -164,7 +164,7 @@ class Resume(Base):
         self.assertEqual((summary["answered"], summary["from_journal"]), (40, 40))
         self.assertEqual(summary["cached_tokens"]["actual"], 800)
         self.assertIsNone(summary["requests_per_second"])
-        self.assertEqual(sorted(os.listdir(self.dir)), ["j", "o", "s", "suite.jsonl"])
+        self.assertEqual(sorted(set(os.listdir(self.dir)) - {"asked.arguments"}), ["j", "o", "s", "suite.jsonl"])
 
     def test_equal_requests_are_items_of_their_own(self):
         suite = self.suite(*(line(f"q{i}", "the same") for i in range(5)))

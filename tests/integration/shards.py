@@ -3,10 +3,12 @@
 
     shards.py EVALRT_PROGRAM
 """
+import contextlib
 import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import unittest
 
@@ -46,9 +48,9 @@ class WithServers(Base):
         return self.suite(*[line(f"item-{i}", f"{extra}{heads[i % groups]} question {i}")
                             for i in range(count)])
 
-    def ask(self, url, suite, *more, env=None):
+    def ask(self, url, suite, *more, model="m", env=None):
         process = subprocess.run([os.environ.get("WRAPPER", "env"), self.evalrt(), "run", str(suite),
-                                  "--backend", "openai-url", "--url", url, "--no-probe", "--model", "m",
+                                  "--backend", "openai-url", "--url", url, "--no-probe", "--model", model,
                                   *map(str, more)], cwd=self.dir, capture_output=True, text=True,
                                  timeout=LONG, env=self.env() | (env or {}))
         return process.returncode, process.stdout, process.stderr
@@ -57,6 +59,27 @@ class WithServers(Base):
     def evalrt():
         from journal import EVALRT
         return EVALRT
+
+    def files(self):
+        return {path.name for path in self.dir.iterdir()}
+
+    def report(self, *args, code=0):
+        done = subprocess.run([self.evalrt(), "report", *args], cwd=self.dir, capture_output=True, text=True)
+        self.assertEqual(done.returncode, code, done.stderr)
+        return done.stdout
+
+    def parts(self, suite, *urls, extra=()):
+        """A part of the suite at each of these servers: o.I and j.I."""
+        for i, url in enumerate(urls):
+            code, _, err = self.ask(url, suite, "-o", "o.{shard}", "--journal", "j.{shard}",
+                                    "--shard", f"{i}/{len(urls)}", *extra)
+            self.assertEqual(code, 0, err)
+
+    def plain(self, *args):
+        """Nothing is given that is not here."""
+        process = subprocess.run([self.evalrt(), *map(str, args)], cwd=self.dir, capture_output=True,
+                                 text=True, timeout=LONG, env=self.env())
+        return process.returncode, process.stdout, process.stderr
 
     def merge(self, *args):
         process = subprocess.run([self.evalrt(), "merge", *map(str, args)], cwd=self.dir,
@@ -127,11 +150,22 @@ class Shards(WithServers):
         until(lambda: len(self.asked_of()) == 12 and self.held("j.1"))  # two wait for ever
         killed.send_signal(signal.SIGKILL)
         killed.wait()
+        self.forget()
+        # What the kill has left beside it belongs to it, and no reader leaves more.
+        left = self.files()
+        self.assertLessEqual({"j.1", "j.1-wal", "j.1-shm", "j.1.lock"}, left)
+        all_of_it = [name for name in left if name.startswith("j.1")]
+        self.report(*all_of_it, code=1)
+        self.assertFalse(self.files() & {"j.1-wal", "j.1-shm"})
         kept = self.held("j.1")
         self.assertLessEqual(len(kept), 10)
-        self.forget()
+        (self.dir / "j.1-wal").touch()
+        code, err = self.merge("early.journal", *all_of_it)
+        self.assertEqual(code, 1, err)  # says what is not there
+        self.assertIn(f"60 items, {len(kept)} answered, 0 failed, {60 - len(kept)} not run", err)
+        self.assertEqual(self.files() - left, {"early.journal"})
+        self.assertFalse(self.files() & {"j.1-wal", "j.1-shm"})
         (self.dir / "go").touch()
-        self.assertEqual(self.merge("early.journal", "j.1")[0], 1)  # says what is not there
         for i in (0, 1):
             code, _, err = self.ask(url, suite, "-o", "o.{shard}", "--journal", "j.{shard}",
                                     "--shard", f"{i}/2")
@@ -141,7 +175,10 @@ class Shards(WithServers):
         self.assertEqual(code, 0, err)
         self.assertEqual([row["custom_id"] for row in self.out("merged")],
                          [f"item-{i}" for i in range(60)])
+        before = self.files()
         self.assertEqual(self.merge("merged.journal", "j.0", "j.1")[0], 0)
+        self.report("merged.journal")
+        self.assertEqual(self.files() - before, {"merged.journal"})
 
     def test_what_is_missing_is_said_and_what_disagrees_is_refused(self):
         _, url = self.server()
@@ -155,8 +192,13 @@ class Shards(WithServers):
         code, err = self.merge("merged.journal", "j.0", "j.1")
         self.assertEqual(code, 1)
         self.assertIn("missing shards: 2/3", err)
+        self.assertIn("12 items, 8 answered, 0 failed, 4 not run", err)
+        self.assertIn("answered 8 of 12 (66.7 %), failed 0, not run 4", self.report("merged.journal", code=1))
         # The same answers once more are no contradiction; other ones are.
-        self.assertEqual(self.merge("merged", "o.0", "o.0", "o.1")[0], 1)
+        (self.dir / "again").write_text((self.dir / "o.0").read_text())
+        code, err = self.merge("twice", "o.0", "again", "o.1")
+        self.assertEqual(code, 1)
+        self.assertIn("4 lines are of items that are in a file before", err)
         (self.dir / "changed").write_text((self.dir / "o.0").read_text().replace("answer to", "no answer"))
         code, err = self.merge("refused", "o.0", "changed")
         self.assertEqual(code, 2)
@@ -175,7 +217,7 @@ class Shards(WithServers):
         # An output that was cut off by its process's end.
         text = (self.dir / "o.1").read_bytes()
         (self.dir / "torn").write_bytes(text[:-20])
-        code, err = self.merge("merged", "o.0", "torn", "--suite", suite)
+        code, err = self.merge("of-torn", "o.0", "torn", "--suite", suite)
         self.assertEqual(code, 1)
         self.assertIn("cut off", err)
 
@@ -203,6 +245,294 @@ class Shards(WithServers):
         self.assertLess(plan["duplicated_tokens"], 100)
         code, _, err = self.ask("http://127.0.0.1:9/v1", suite, "--dry-run", "--shard", "0/7", "--json", "plan")
         self.assertGreater(json.loads((self.dir / "plan").read_text())["duplicated_tokens"], 200)
+
+
+class SeveralServers(WithServers):
+    """An array of parts over servers that serve one model."""
+
+    def test_a_merged_journal_goes_on_at_any_of_its_servers_and_asks_nothing_twice(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        suite = self.groups(24)
+        self.parts(suite, a, b)
+        self.assertEqual((len(self.asked_of("a")), len(self.asked_of("b"))), (12, 12))
+        self.assertEqual(self.merge("whole.journal", "j.0", "j.1")[0], 0)
+        for urls in ((a,), (b,), (b, a), (a, b)):
+            for name in "ab":
+                self.forget(name)
+            more = [part for url in urls[1:] for part in ("--url", url)]
+            code, _, err = self.ask(urls[0], suite, *more, "-o", "o", "--journal", "whole.journal")
+            self.assertEqual(code, 0, err)
+            self.assertIn("24 answered (24 of them from the journal)", err)
+            self.assertEqual([self.asked_of(name) for name in "ab"], [[], []], urls)
+        self.assertEqual([row["custom_id"] for row in self.out()], [f"item-{i}" for i in range(24)])
+
+    def test_what_a_merged_journal_lacks_is_asked_for_and_nothing_else(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        suite = self.groups(24)
+        self.parts(suite, a, b, b)
+        first = self.asked_of("a")
+        self.assertEqual(self.merge("whole.journal", "j.0", "j.1")[0], 1)
+        rest = self.asked_of("b")[8:]
+        self.forget("b")
+        self.assertIn("not run 8", self.report("whole.journal", code=1))
+        code, _, err = self.ask(b, suite, "-o", "o", "--journal", "whole.journal")
+        self.assertEqual(code, 0, err)
+        self.assertEqual(sorted(self.asked_of("b")), sorted(rest))
+        self.assertEqual(self.asked_of("a"), first)
+        self.assertIn("answered 24 of 24", self.report("whole.journal"))
+
+    def test_a_journal_of_one_server_is_not_gone_on_with_at_another(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        suite = self.groups(8)
+        self.assertEqual(self.ask(a, suite, "-o", "o", "--journal", "j")[0], 0)
+        code, _, err = self.ask(b, suite, "-o", "o", "--journal", "j")
+        self.assertEqual((code, self.asked_of("b")), (4, []))
+        self.assertIn(f'url was "{a}" and is "{b}"', err)
+        # That several of one run are alike is said.
+        self.assertEqual(self.ask(b, suite, "--url", a, "-o", "o", "--journal", "both")[0], 0)
+        for name in "ab":
+            self.forget(name)
+        code, _, err = self.ask(a, suite, "-o", "o", "--journal", "both")
+        self.assertEqual((code, self.asked_of("a"), self.asked_of("b")), (0, [], []), err)
+
+    def test_parts_of_other_models_suites_or_cuts_are_not_joined(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        suite = self.groups(12)
+        self.parts(suite, a, b)
+        for name, model, more in (("model", "n", ()), ("temperature", "m", ("--temperature", "0.5")),
+                                  ("order", "m", ("--order", "fifo"))):
+            code, _, err = self.ask(b, suite, *more, "-o", "other.{shard}", "--journal", name + ".{shard}",
+                                    "--shard", "1/2", model=model)
+            self.assertEqual(code, 0, err)
+            before = self.files()
+            code, err = self.merge("whole.journal", "j.0", f"{name}.1")
+            self.assertEqual(code, 2, err)
+            self.assertIn("not of one run", err)
+            self.assertEqual(self.files(), before)
+            if name == "model":
+                code, err = self.merge("whole", "o.0", "other.1")
+                self.assertEqual(code, 2, err)
+                self.assertIn('by the model "n"', err)
+            (self.dir / "other.1").unlink()
+        longer = self.suite(*suite.read_text().splitlines(), line("new", "0 of its own"), name="suite.jsonl")
+        code, _, err = self.ask(b, longer, "-o", "longer.{shard}", "--journal", "longer.journal", "--shard", "1/2")
+        self.assertEqual(code, 0, err)
+        code, err = self.merge("whole.journal", "j.0", "longer.journal")
+        self.assertEqual(code, 2, err)
+        self.assertIn('items of the suite was "12" and is "13"', err)
+        # A line more at its beginning: the same names have other numbers.
+        moved = self.suite(line("first", "first"), *suite.read_text().splitlines(), name="moved.jsonl")
+        self.assertEqual(self.ask(b, moved, "-o", "moved.{shard}", "--shard", "1/2")[0], 0)
+        code, err = self.merge("whole", "o.0", "moved.1")
+        self.assertEqual(code, 2, err)
+        self.assertIn("not of one suite", err)
+
+    def test_a_part_that_has_not_begun_is_missing(self):
+        _, a = self.server("a")
+        suite = self.groups(12)
+        self.parts(suite, a, a)
+        # Killed before its first request: a journal without a run, an output with nothing in it.
+        code, _, err = self.ask("http://127.0.0.1:9/v1", suite, "-o", "x", "--journal", "x.journal")
+        self.assertEqual(code, 3, err)
+        with contextlib.closing(sqlite3.connect(self.dir / "x.journal")) as db:
+            for table in ("runs", "sessions"):
+                db.execute(f"DELETE FROM {table}")
+            db.commit()
+        code, err = self.merge("whole.journal", "j.0", "x.journal")
+        self.assertEqual(code, 1, err)
+        self.assertIn("x.journal has no run in it", err)
+        self.assertIn("missing shards: 1/2", err)
+        code, err = self.merge("none.journal", "x.journal")
+        self.assertEqual(code, 2, err)
+        self.assertFalse((self.dir / "none.journal").exists())
+        (self.dir / "empty").touch()
+        (self.dir / "void").touch()
+        code, err = self.merge("nothing", "empty", "void")
+        self.assertEqual(code, 1, err)
+        self.assertIn("no item in any", err)
+        self.assertFalse((self.dir / "nothing").exists())
+        code, err = self.merge("some", "o.0", "empty", "--suite", suite)
+        self.assertEqual(code, 1, err)
+        self.assertIn("empty has nothing in it", err)
+        self.assertIn("6 missing", err)
+
+
+class Finished(WithServers):
+    """A run whose every item is in its journal needs nobody."""
+
+    def test_it_ends_well_without_its_server(self):
+        suite = self.groups(8)
+        for n, more in enumerate(((), ("--no-probe",), ("--model", "m"), ("--no-probe", "--model", "m"))):
+            process, url = self.server(f"s{n}", model="m")
+            args = ("run", suite, "-o", f"o{n}", "--journal", f"j{n}", "--backend", "openai-url", "--url", url, *more)
+            code, _, err = self.plain(*args)
+            self.assertEqual(code, 0, err)
+            process.kill()
+            process.wait()
+            first = self.without_times(f"o{n}")
+            (self.dir / f"o{n}").unlink()
+            code, _, err = self.plain(*args, "--json", "s")
+            self.assertEqual(code, 0, err)
+            self.assertIn("8 answered (8 of them from the journal)", err)
+            self.assertEqual(self.without_times(f"o{n}"), first)
+            self.assertEqual(json.loads((self.dir / "s").read_text())["model"], "m")
+            # One more, and it does.
+            longer = self.suite(*suite.read_text().splitlines(), line("new", "x"), name="longer.jsonl")
+            os.replace(longer, suite)
+            code, _, err = self.plain(*args)
+            self.assertEqual(code, 3, err)
+            self.assertEqual(len(self.held(f"j{n}")), 8)
+            suite = self.groups(8)
+
+    def test_a_server_that_has_another_model_now_is_another_one(self):
+        process, url = self.server("a", model="m")
+        suite = self.groups(4)
+        args = ("run", suite, "-o", "o", "--journal", "j", "--backend", "openai-url", "--url", url)
+        self.assertEqual(self.plain(*args)[0], 0)
+        process.kill()
+        process.wait()
+        program = self.dir / "b"
+        program.symlink_to(SERVER)
+        other = subprocess.Popen([program, "--model", "n", "--port", url.split(":")[2].split("/")[0]],
+                                 cwd=self.dir, env=self.env(), stderr=subprocess.DEVNULL)
+        self.addCleanup(other.wait)
+        self.addCleanup(other.kill)
+        until(lambda: self.listens(url))
+        code, _, err = self.plain(*args)
+        self.assertEqual(code, 4, err)
+        self.assertIn('model was "m" and is "n"', err)
+
+    @staticmethod
+    def listens(url):
+        host, port = url.split("/")[2].split(":")
+        with socket.socket() as it:
+            return it.connect_ex((host, int(port))) == 0
+
+
+class Names(WithServers):
+    """What is written where, and what is never written over."""
+
+    def test_merging_writes_over_nothing(self):
+        _, url = self.server()
+        self.parts(self.groups(12), url, url)
+        for parts in (("o.0", "o.1"), ("j.0", "j.1")):  # OUT forgotten: the first part is it
+            before = {name: (self.dir / name).read_bytes() for name in self.files()}
+            code, err = self.merge(*parts)
+            self.assertEqual(code, 2, err)
+            self.assertIn(f"{parts[0]} is there already", err)
+            self.assertIn("evalrt merge OUT SHARD", err)
+            self.assertEqual({name: (self.dir / name).read_bytes() for name in self.files()}, before)
+        (self.dir / "folder").mkdir()
+        for parts in (("o.0", "o.1"), ("j.0", "j.1")):
+            code, err = self.merge("folder", *parts)
+            self.assertEqual(code, 2, err)
+            self.assertIn("folder is a folder", err)
+        self.assertFalse([name for name in self.files() if name.endswith(".tmp")])
+
+    def test_outputs_go_to_standard_output_and_through_pipes(self):
+        _, url = self.server()
+        suite = self.groups(12)
+        self.parts(suite, url, url)
+        self.assertEqual(self.merge("file", "o.0", "o.1")[0], 0)
+        text = (self.dir / "file").read_text()
+        for name in ("-", "/dev/stdout"):
+            code, out, err = self.plain("merge", name, "o.0", "o.1")
+            self.assertEqual((code, out), (0, text), err)
+            code, _, err = self.plain("merge", name, "j.0", "j.1")
+            self.assertEqual(code, 2, err)
+            self.assertIn("give a file", err)
+        os.mkfifo(self.dir / "pipe")
+        with subprocess.Popen(["cat", "pipe"], cwd=self.dir, stdout=subprocess.PIPE, text=True) as reader:
+            code, err = self.merge("pipe", "o.0", "o.1")
+            self.assertEqual(code, 0, err)
+            self.assertEqual(reader.communicate(timeout=LONG)[0], text)
+        self.assertTrue((self.dir / "pipe").is_fifo())
+        # A link stays one, and what it names is written.
+        (self.dir / "link").symlink_to("behind")
+        self.assertEqual(self.merge("link", "o.0", "o.1")[0], 0)
+        self.assertTrue((self.dir / "link").is_symlink())
+        self.assertEqual((self.dir / "behind").read_text(), text)
+        # What a shell has opened is added to.
+        for command in (("merge", "/dev/stdout", "o.0", "o.1"),
+                        ("run", suite, "-o", "/dev/stdout", "--backend", "openai-url", "--url", url)):
+            (self.dir / "log").write_text("before\n")
+            with open(self.dir / "log", "a") as log:
+                done = subprocess.run([self.evalrt(), *map(str, command)], cwd=self.dir, stdout=log,
+                                      stderr=subprocess.PIPE, env=self.env(), text=True, timeout=LONG)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            first, *rows = (self.dir / "log").read_text().splitlines()
+            self.assertEqual((first, len(rows)), ("before", 12))
+        for option in ("--json", "--journal", "--explain"):
+            self.assertEqual(self.ask(url, suite, option, "-")[0], 2)
+        self.assertNotIn("-", self.files())
+        # What could be read once only is no part.
+        code, err = self.merge("joined", "pipe", "o.0")
+        self.assertEqual(code, 2, err)
+
+    def test_an_empty_value_is_a_mistake(self):
+        suite = self.groups(4)
+        for option in ("--shard", "--url", "--journal", "-o", "--model", "--json", "--explain", "--api-key-file",
+                       "--ca-file", "--executable"):
+            code, _, err = self.plain("run", suite, "--backend", "openai-url", "--url", "http://127.0.0.1:9/v1",
+                                      option, "")
+            self.assertEqual(code, 2, err)
+            self.assertRegex(err, "is given an empty value", option)
+            self.assertIn(option if option != "-o" else "--output", err)
+        self.assertEqual(self.plain("run", "")[0], 2)
+        self.assertEqual(self.plain("merge", "", "x")[0], 2)
+        self.assertEqual(self.plain("merge", "out", suite, "--suite", "")[0], 2)
+
+    def test_a_part_does_not_write_over_another_ones_output(self):
+        _, url = self.server()
+        suite = self.groups(12)
+        self.assertEqual(self.ask(url, suite, "-o", "o", "--shard", "0/2")[0], 0)
+        self.assertEqual(self.ask(url, suite, "-o", "o", "--shard", "0/2")[0], 0)  # its own
+        text = (self.dir / "o").read_text()
+        self.forget()
+        code, _, err = self.ask(url, suite, "-o", "o", "--shard", "1/2")
+        self.assertEqual((code, self.asked_of()), (2, []))
+        self.assertIn("has answers of another part", err)
+        self.assertEqual((self.dir / "o").read_text(), text)
+        # The number of a part is none without parts.
+        for more in (("-o", "x.{shard}"), ("--journal", "x.{shard}"), ("--json", "x.{shard}"),
+                     ("--explain", "x.{shard}")):
+            code, _, err = self.ask(url, suite, *more)
+            self.assertEqual(code, 2, err)
+            self.assertIn(f"{more[0]} x.{{shard}}: {{shard}} is the number of a part, and needs --shard", err)
+
+    def test_an_output_that_is_being_written_is_not_anothers(self):
+        _, url = self.server(answers=2)
+        suite = self.groups(12)
+        args = ["run", suite, "--backend", "openai-url", "--url", url, "--no-probe", "--model", "m", "-o", "o",
+                "--shard"]
+        running = subprocess.Popen([self.evalrt(), *args, "0/2", "--journal", "j.0"], cwd=self.dir, env=self.env(),
+                                   stderr=subprocess.DEVNULL)
+        self.addCleanup(running.wait)
+        self.addCleanup(running.kill)
+        until(lambda: self.held("j.0") if (self.dir / "j.0").exists() else [])
+        until(lambda: self.answered_in("o.part"))
+        (self.dir / "j.1").write_bytes(b"")
+        code, _, err = self.plain(*args, "1/2", "--journal", "j.1")
+        self.assertEqual(code, 2, err)
+        self.assertIn("o.part is being written by another run", err)
+        running.kill()
+        running.wait()
+        self.assertTrue(self.answered_in("o.part"))
+
+    def test_quiet_is_quiet(self):
+        _, url = self.server()
+        code, _, err = self.ask(url, self.groups(12), "-o", "o", "--shard", "0/2", "--max-tokens", "5", "--quiet")
+        self.assertEqual((code, err), (0, ""))
+
+    def test_what_is_computed_again_is_said_in_figures_that_can_be(self):
+        suite = self.groups(24, groups=1)
+        code, out, _ = self.ask("http://127.0.0.1:9/v1", suite, "--dry-run", "--shard", "0/24")
+        self.assertEqual(code, 0)
+        self.assertRegex(out, r"computed again for the cuts \([\d,]+ % more\)")
+        _, url = self.server()
+        code, _, err = self.ask(url, suite, "-o", "o", "--shard", "0/24")
+        self.assertEqual(code, 0, err)
+        self.assertRegex(err, r"for the cuts about [\d,]+ prompt tokens are computed again in all shards, beside")
 
 
 class Bfcl(WithServers):
@@ -262,6 +592,14 @@ class Bfcl(WithServers):
         self.assertEqual({row["id"]: row["result"] for row in joined}, whole)
         self.assertEqual([row["id"] for row in joined], [f"simple_python_{i}" for i in range(12)])
         self.assertEqual(self.merge("joined.journal", "j.0", "j.1", "j.2")[0], 0)
+        # A gap is missing, and two categories are not one.
+        code, err = self.merge("gap_result.json", paths[0], paths[2])
+        self.assertEqual(code, 1, err)
+        self.assertRegex(err, r"8 rows of simple_python, [1-4] missing")
+        (self.dir / "multiple_result.json").write_text('{"id": "multiple_0", "result": "x"}\n')
+        code, err = self.merge("mixed_result.json", paths[0], "multiple_result.json")
+        self.assertEqual(code, 2, err)
+        self.assertIn("one category at a time", err)
         # Answered otherwise in two parts: refused.
         text = paths[0].read_text()
         (self.dir / "other_result.json").write_text(text.replace("answer to", "no answer to"))
@@ -347,6 +685,21 @@ class Replicas(WithServers):
         # All that it has refused is answered by the other, which was not paused for it.
         self.assertEqual(len(self.asked_of("b")), 60)
         self.assertTrue(self.asked_of("a"))
+
+    def test_servers_of_other_models_are_no_replicas_and_each_is_given_once(self):
+        (_, a), (_, b), (_, c) = self.server("a"), self.server("b", model="n"), self.server("c")
+        suite = self.groups(8)
+        for more in ((), ("--model", self.model), ("--no-probe",), ("--model", "anything")):
+            code, _, err = self.plain("run", suite, "-o", "o", "--backend", "openai-url", "--url", a, "--url", b, *more)
+            self.assertEqual(code, 2, err)
+            self.assertIn(f'{b} serves "n", and not the "{self.model}" of the first', err)
+        self.assertEqual((self.asked_of("a"), self.asked_of("b")), ([], []))
+        code, _, err = self.plain("run", suite, "-o", "o", "--backend", "openai-url", "--url", a, "--url", c)
+        self.assertEqual(code, 0, err)
+        for command in (("run", suite), ("gateway",)):
+            code, _, err = self.plain(*command, "--backend", "openai-url", "--url", a, "--url", a + "/")
+            self.assertEqual(code, 2, err)
+            self.assertIn(f"the address {a} is given twice", err)
 
     def test_one_that_is_not_there_at_first_is_done_without(self):
         _, a = self.server("a")

@@ -241,6 +241,14 @@ exec {args.evalrt.resolve()} run {suite} --shard auto -o {folder}/out.{{shard}} 
     done = subprocess.run([args.evalrt, "merge", folder / "whole", *(folder / f"journal.{i}" for i in range(4))],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    # Which is the whole run's, at either of them.
+    before = len(asked(folder))
+    for url in urls:
+        done = subprocess.run([args.evalrt, "run", suite, "-o", folder / "again", "--journal", folder / "whole",
+                               "--backend", "openai-url", "--no-probe", "--model", "m", "--url", url],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert len(asked(folder)) == before, "what the merged journal has was asked again"
     again = len(asked(folder)) - COUNT
     assert again <= 1, f"{again} were asked twice"  # the one that was under way
     assert kept >= 5

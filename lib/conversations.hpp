@@ -35,11 +35,11 @@ public:
     /// A request comes. `body` is valid JSON, an object.
     Turn asked(std::string_view endpoint, std::string_view body, Point now) {
         Turn turn;
-        const auto list = members(body);
-        const auto messages = member(list, "messages").value_or("");
+        members(body, members_);
+        const auto messages = member(members_, "messages").value_or("");
         if (!messages.starts_with('[')) return turn;
         std::uint64_t history =
-            mixed(hash(endpoint), content(member(list, "system").value_or("null")));
+            mixed(hash(endpoint), content(member(members_, "system").value_or("null")));
         struct Said {
             std::uint64_t before; // of all messages before it
             std::string_view message;
@@ -47,10 +47,10 @@ public:
         std::vector<Said> said; // by the assistant
         std::size_t count = 0;
         for (const auto message : elements(messages)) {
-            const auto parts = fields(message);
-            if (count++ > 0 && member(parts, "role") == "\"assistant\"")
+            members(message.starts_with('{') ? message : "{}", members_);
+            if (count++ > 0 && member(members_, "role") == "\"assistant\"")
                 said.push_back({history, message});
-            history = mixed(history, of_message(message, parts));
+            history = mixed(history, of_message(message, members_));
         }
         if (count == 0) return turn;
         for (auto it = said.rbegin(); it != said.rend(); ++it)
@@ -174,7 +174,8 @@ private:
     }
 
     const std::size_t remembered_;
-    std::deque<Seen> seen_;                           // one number after the other
+    std::vector<Member> members_; // of what is looked at: its memory serves all requests
+    std::deque<Seen> seen_;       // one number after the other
     std::unordered_map<std::uint64_t, Chain> chains_; // by their history
     std::optional<Clock::duration> gap_;              // between an answer and the next turn
     std::uint64_t last_ = 0, last_number_ = 0;

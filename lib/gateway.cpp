@@ -275,7 +275,7 @@ private:
 
     Task<bool> refuse(const Refusal& refusal) {
         std::string fields;
-        if (!call_.allow.empty()) fields += "Allow: " + call_.allow + "\r\n";
+        if (!call_.allow.empty()) fields.append("Allow: ").append(call_.allow).append("\r\n");
         if (refusal.status == 401) fields += "WWW-Authenticate: Bearer\r\n";
         const auto body = detail::error_body(call_.anthropic, refusal);
         co_return co_await answer(refusal.status, json_type, body, fields);

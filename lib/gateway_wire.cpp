@@ -228,10 +228,11 @@ bool is_string(std::string_view json) { return json.starts_with('"'); }
 
 // Nothing: it has it.
 std::optional<std::string> with_usage(Place place, std::string_view body, const Usage& usage) {
-    const auto list = members(body);
+    thread_local std::vector<Member> list, has; // their memory serves all answers
+    members(body, list);
     const auto told = member(list, "usage");
     const auto given = told && told->starts_with('{') ? *told : std::string_view("{}");
-    const auto has = members(given);
+    members(given, has);
     std::vector<Change> counts;
     const auto add = [&](std::string_view key, std::int64_t number) {
         const auto value = member(has, key);
@@ -638,13 +639,13 @@ Call read_call(const RequestHead& head, const Door& door) {
 
 Asked read_asked(std::string body) {
     Asked asked;
-    std::vector<Member> list;
+    thread_local std::vector<Member> list; // its memory serves all requests
     if (!certain_members(body, list)) {
         if (auto error = check_object(body)) {
             asked.error = "the request's body is " + *error;
             return asked;
         }
-        list = members(body);
+        members(body, list);
     }
     std::vector<Change> changes;
     if (const auto stream = member(list, "stream");

@@ -1,4 +1,4 @@
-// Beast is included here and in gateway.cpp, nowhere else.
+// Beast is included here, and nowhere else.
 #include "evalrt/http_backend.hpp"
 
 #include "answer_watch.hpp"

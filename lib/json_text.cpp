@@ -41,14 +41,14 @@ struct Walker {
 
     std::string_view string() { // p is at the opening quote
         const char* const begin = p++;
-        for (const char* quote = p;;) {
-            if (quote <= p) quote = find(p, '"', end);
-            const char* const slash = find(p, '\\', quote);
-            if (slash == quote) {
-                p = quote == end ? end : quote + 1;
-                return {begin, std::size_t(p - begin)};
-            }
-            p = end - slash > 2 ? slash + 2 : end;
+        for (const char* from = p;;) {
+            const char* const quote = find(from, '"', end);
+            const char* slash = quote; // the first of those right before it
+            while (slash != p && slash[-1] == '\\') --slash;
+            from = quote == end ? end : quote + 1;
+            if (quote != end && (quote - slash) % 2 != 0) continue;
+            p = from;
+            return {begin, std::size_t(p - begin)};
         }
     }
 

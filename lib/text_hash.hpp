@@ -25,18 +25,20 @@ inline std::uint64_t text_hash(std::string_view text) {
     };
     const char* p = text.data();
     auto left = text.size();
-    std::uint64_t one = mixed(left ^ a, b), two = one ^ c;
-    for (; left >= 32; p += 32, left -= 32) { // two chains that do not wait for each other
-        one = mixed(word(p) ^ a, word(p + 8) ^ one);
-        two = mixed(word(p + 16) ^ b, word(p + 24) ^ two);
-    }
+    std::uint64_t one = mixed(left ^ a, b), two = one ^ a, three = one ^ b, four = one ^ c;
+    const auto take = [&](const char* at) { // four chains that do not wait for each other
+        one = mixed(word(at) ^ a, word(at + 8) ^ one);
+        two = mixed(word(at + 16) ^ b, word(at + 24) ^ two);
+        three = mixed(word(at + 32) ^ c, word(at + 40) ^ three);
+        four = mixed(word(at + 48) ^ a, word(at + 56) ^ four);
+    };
+    for (; left >= 64; p += 64, left -= 64) take(p);
     if (left > 0) {
-        char rest[32] = {};
+        char rest[64] = {};
         std::memcpy(rest, p, left);
-        one = mixed(word(rest) ^ a, word(rest + 8) ^ one);
-        two = mixed(word(rest + 16) ^ b, word(rest + 24) ^ two);
+        take(rest);
     }
-    return mixed(one ^ c, two ^ a);
+    return mixed(mixed(one ^ c, two ^ a), mixed(three ^ a, four ^ b) ^ c);
 }
 
 } // namespace evalrt::detail

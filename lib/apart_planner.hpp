@@ -43,6 +43,7 @@ public:
             current_ = other;
             current_->since = {};
         }
+        if (room_) current_->planner->room(*room_);
         auto pick = current_->planner->next(now);
         if (!pick) return {};
         --current_->waiting;
@@ -60,9 +61,11 @@ public:
         requests_.erase(it);
     }
 
-    void answered(RequestId id, std::int64_t output_tokens) override {
+    void answered(RequestId id, std::int64_t output_tokens,
+                  std::int64_t prompt_tokens = 0) override {
         const auto it = requests_.find(id);
-        if (it != requests_.end()) it->second.kind->planner->answered(id, output_tokens);
+        if (it != requests_.end())
+            it->second.kind->planner->answered(id, output_tokens, prompt_tokens);
     }
 
     void remove(RequestId id) override {
@@ -76,6 +79,8 @@ public:
     void cache_lost() override {
         for (auto& [key, kind] : kinds_) kind.planner->cache_lost();
     }
+
+    void room(unsigned places) override { room_ = places; }
 
     std::string_view holds() const override {
         if (drains_) return "kinds";
@@ -100,6 +105,7 @@ private:
     std::map<unsigned, Kind> kinds_; // never moves them
     std::unordered_map<RequestId, Request> requests_;
     Kind* current_ = nullptr;
+    std::optional<unsigned> room_; // as last told
     std::size_t running_ = 0;
     bool drains_ = false; // another kind waits for the end of what runs
 };

@@ -335,17 +335,16 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     if (row.tools_before_system) add(tools);
     add(member(list, "system")); // Anthropic
     add(member(list, "prompt"));
-    bool before_tools = !row.tools_before_system;
+    // The first message has to be looked at where something is to come after a system prompt.
+    bool first = !row.tools_before_system || row.padding_tokens > 0;
     for (const auto message : elements(member(list, "messages").value_or("[]"))) {
-        if (std::exchange(before_tools, false) && tools) {
+        if (std::exchange(first, false)) {
             const auto role = from_json_string(member(members(message), "role").value_or(""));
-            if (role != "system" && role != "developer") {
-                add(tools);
-                add(message);
-            } else {
-                add(message);
-                add(tools);
-            }
+            const bool system = role == "system" || role == "developer";
+            if (system) add(message);
+            if (!row.tools_before_system) add(tools);
+            parts.front = parts.bytes();
+            if (!system) add(message);
         } else {
             add(message);
         }

@@ -79,9 +79,9 @@ struct BackendRow {
     Release release = Release::first_text;
     std::chrono::milliseconds commit_delay{}; ///< with Release::done
     unsigned shared_tokens = 64; ///< a shared prefix shorter than this is not worth a leader
-    /// Not 0: it pads the prompts that it prefills together to the longest of them: those of like
-    /// length go together. What is added to those without text yet may come to 3/10 of their cold
-    /// tokens and this many.
+    /// Not 0: it pads the prompts that it prefills together to the longest of them, first the
+    /// system blocks and then the rest: those of like length go together. What is added to those
+    /// without text yet may come to 1/10 of their cold tokens and this many.
     unsigned padding_tokens = 0;
     unsigned leaders = 0;          ///< shared prefixes being filled at once; 0: any number
     unsigned sessions = 0;         ///< conversations that its cache holds at once; 0: any number

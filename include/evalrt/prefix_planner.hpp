@@ -33,6 +33,9 @@ struct Prompt {
     bool streamed = true; ///< its first text will be seen before its end
     unsigned kind = 0;    ///< where kinds do not go together: which; a RadixPlanner does not ask
     std::uint32_t client = 0; ///< whose it is: those of several go by turns
+    /// Of the bytes, those of the system prompt and the tools, if they come first. A server that
+    /// pads computes them in a step of their own.
+    std::size_t front = 0;
     /// Not zero: nobody knows whether the session goes on; its next turn is expected so soon after
     /// this one's answer.
     std::chrono::milliseconds pause{0};
@@ -57,8 +60,9 @@ struct Pick {
     std::uint32_t node = 0;     ///< names the longest prefix that it has in common with others
     std::size_t node_bytes = 0; ///< the length of that
     RequestId waited_for = 0;   ///< which request showed the server that prefix; 0: none
-    /// What next() named none for before: "leader", "leaders", "sessions", "memory", "padding", or
-    /// of the scheduler "limit", "pause", "server", "suspects", "refill". Empty: nothing.
+    /// What next() named none for before: "leader", "leaders", "sessions", "memory", "padding",
+    /// "slot", or of the scheduler "limit", "pause", "server", "suspects", "refill". Empty:
+    /// nothing.
     std::string_view gate{};
     unsigned server = 0; ///< of several, which; from 0
 };
@@ -115,13 +119,18 @@ public:
     virtual void progressed(RequestId id, Stage stage, Point now) = 0;
 
     /// A running request was answered with so many tokens; progressed(id, done) follows.
-    virtual void answered(RequestId, std::int64_t /*output_tokens*/) {}
+    /// `prompt_tokens`: of its prompt; 0: not known.
+    virtual void answered(RequestId, std::int64_t /*output_tokens*/,
+                          std::int64_t /*prompt_tokens*/ = 0) {}
 
     /// A request that waits is given up. One that does not wait is left alone.
     virtual void remove(RequestId id) = 0;
 
     /// The server has started anew: its cache is empty.
     virtual void cache_lost() {}
+
+    /// So many more may run: told before next(), by who knows. Else it is any number.
+    virtual void room(unsigned /*places*/) {}
 
     /// Of several servers: whether this one takes requests now. Until it is said, it does.
     virtual void admit(unsigned /*server*/, bool /*open*/) {}
@@ -130,7 +139,7 @@ public:
     virtual Point wake() const { return Point::max(); }
 
     /// Why next() named none though something waits: "leader", "leaders", "sessions", "memory",
-    /// "padding", "kinds".
+    /// "padding", "slot", "kinds".
     virtual std::string_view holds() const { return {}; }
 };
 
@@ -165,7 +174,8 @@ private:
 /// 2312.07104), and what continues a prompt that was sent before anything that shares less; of the
 /// rest what is predicted to take longest, so that it does not run alone at the end. One leader for
 /// each shared prefix until the server shows it to the others. The turns of a session one after
-/// the other. Of several clients each has its turn: some requests, in that order, before another's.
+/// the other, and who goes on with one before all who begin. Of several clients each has its turn:
+/// some requests, in that order, before another's.
 ///
 /// A session whose end nobody tells counts as open until its pause is over; but if all that are
 /// open are silent while others wait for their places, these get them.
@@ -204,9 +214,11 @@ public:
             if (it->idle) unlist(*it);
         }
         Entry& entry = entries_[id];
-        entry = {&node, bytes, predicted(node, prompt.output_tokens.value_or(0)), ++arrivals_};
+        const auto most = prompt.output_tokens.value_or(0);
+        entry = {&node, bytes, predicted(node, most), most, ++arrivals_};
         entry.streamed = prompt.streamed;
         entry.client = prompt.client;
+        entry.front = std::min(prompt.front, bytes);
         if (prompt.session.empty() || options_.in_order) return enqueue(id, entry);
         entry.turn = prompt.turn;
         entry.session = &sessions_[prompt.session];
@@ -227,22 +239,20 @@ public:
         std::string_view why = options_.in_order ? "arrival" : "overtaken";
         if (!found.node) {
             why = {};
-            if (const auto client = whose_turn()) found = find(root_, now, false, client);
-            passed_ = 0;
-            if (!found.node) found = find(root_, now, false);
+            if (const auto client = whose_turn()) found = first(now, client);
+            if (!found.node) found = first(now);
         }
         if (!found.node && holds_ == "sessions" && expected_.size() == open_.size()) {
             // All that are open are silent: they may wait for one that is held back.
             while (!expected_.empty()) end_silent();
-            passed_ = 0;
-            found = find(root_, now, false);
+            found = first(now);
         }
         if (found.node && running_ > 0 && too_much(found)) {
             holds_ = "memory";
             wake_for_sessions();
             return {};
         }
-        if (found.node && pads(found)) {
+        if (found.node && pads(*found.node, entries_.at(found.id))) { // it was overtaken too often
             holds_ = "padding";
             return {};
         }
@@ -269,15 +279,16 @@ public:
             if (!node->warm) node->shown_by = id;
             node->warm = true;
         }
-        if (ended || visible) leading_.erase({entry.sent, id});
+        if ((ended || visible) && leading_.erase({entry.sent, id})) followers_ -= entry.followers;
         if (entry.filling) {
             entry.filling = false;
-            filling_.erase(filling_.find(entry.cold));
-            filling_bytes_ -= entry.cold;
+            filling_.erase(std::find(filling_.begin(), filling_.end(), entry.cold));
+            taken_ = !filling_.empty();
         }
         if (!ended) return;
         --running_;
-        std::size_t own = answer_bytes(entry);
+        if (options_.release == Release::slot) slots_.push_back(entry.node);
+        std::size_t own = answer_bytes(entry.output);
         for (Node* node = entry.node; node; node = node->parent)
             if (--node->running == 0) own += own_bytes(*node);
         resident_ -= own;
@@ -295,11 +306,15 @@ public:
         forget(it);
     }
 
-    void answered(RequestId id, std::int64_t output_tokens) override {
+    void answered(RequestId id, std::int64_t output_tokens,
+                  std::int64_t prompt_tokens = 0) override {
         const auto it = entries_.find(id);
         if (it == entries_.end()) return;
         for (Node* node = it->second.node; node; node = node->parent)
             node->output.add(output_tokens);
+        if (prompt_tokens <= 0) return;
+        seen_bytes_ += double(it->second.bytes);
+        seen_tokens_ += double(prompt_tokens);
     }
 
     void remove(RequestId id) override {
@@ -319,7 +334,10 @@ public:
     void cache_lost() override {
         nodes_.each([](Node& node) { node.warm = false; });
         root_.warm = false;
+        slots_.clear();
     }
+
+    void room(unsigned places) override { room_ = places; }
 
     Point wake() const override { return wake_; }
     std::string_view holds() const override { return holds_; }
@@ -494,19 +512,28 @@ private:
 
     enum class State { behind, waiting, running }; // behind: another turn comes first
 
+    // Bytes that a server that pads computes in its first step with others, and in its second.
+    struct Cold {
+        std::size_t first = 0, second = 0;
+        bool operator==(const Cold&) const = default;
+    };
+
     struct Entry {
         Node* node;
         std::size_t bytes;
-        std::int64_t output;
+        std::int64_t output, most; // tokens of the answer: predicted, and at most
         std::uint64_t arrival;
         State state = State::behind;
         Point sent{};
-        std::uint64_t sends = 0; // when it came
+        std::uint64_t sends = 0;   // when it came
+        std::uint64_t goes_on = 0; // its place among the turns of open sessions; 0: it is none
         Session* session = nullptr;
-        std::size_t cold = 0; // of the bytes, those that the server did not have
+        std::size_t front = 0; // of the bytes, which are computed first
+        Cold cold;             // that the server did not have
         int turn = 0;
         bool streamed = true;
-        bool filling = false; // it runs, and what is cold is being prefilled
+        std::size_t followers = 0; // that wait for it, as a leader
+        bool filling = false;      // it runs, and what is cold is being prefilled
         std::uint32_t client = 0;
     };
     struct Client {
@@ -687,6 +714,10 @@ private:
         const auto place = rank(entry);
         entry.node->own.insert({-place, entry.arrival, id});
         come(entry.client);
+        if (entry.session && entry.session->open) {
+            entry.goes_on = ++turns_;
+            continuing_.emplace(entry.goes_on, id);
+        }
         for (Node* it = entry.node; it; it = it->parent) {
             if (it->waiting == 0) {
                 it->client = entry.client;
@@ -704,8 +735,9 @@ private:
         most_waiting_ = std::max<std::uint64_t>(most_waiting_, root_.waiting);
     }
 
-    void dequeue(RequestId id, const Entry& entry, bool sent) {
+    void dequeue(RequestId id, Entry& entry, bool sent) {
         entry.node->own.erase({-rank(entry), entry.arrival, id});
+        if (entry.goes_on) continuing_.erase({std::exchange(entry.goes_on, 0), id});
         const auto client = clients_.find(entry.client);
         client->second.served += sent;
         if (--client->second.waiting == 0) clients_.erase(client);
@@ -806,6 +838,7 @@ private:
     void drop(Node& node) {
         Node& parent = *node.parent;
         unlist(node);
+        std::erase(slots_, &node);
         nodes_.take(&node);
         disown(parent, node);
         nodes_.end(&node);
@@ -863,6 +896,34 @@ private:
                open_.size() < options_.sessions;
     }
 
+    // Who goes on with a session, the one that has waited longest, as its cached prompt is the next
+    // to be forgotten; where prefixes belong to slots, what shares one with a free slot; and else
+    // the first in depth-first order.
+    Found first(Point now, std::optional<std::uint32_t> client = {}) {
+        passed_ = 0;
+        for (const auto& [place, id] : continuing_) {
+            const Entry& entry = entries_.at(id);
+            if (client && entry.client != *client) continue;
+            bool waits = pads(*entry.node, entry);
+            if (waits) holds_ = "padding";
+            for (const Node* it = entry.node; it && !waits; it = it->parent)
+                waits = now < held(*it);
+            if (!waits) return {entry.node, id};
+            if (++passed_ >= look_ahead) break;
+        }
+        passed_ = 0;
+        Node* kin = nullptr;
+        for (Node* it : slots_) {
+            while (it && it->waiting == 0) it = it->parent;
+            if (it && it->bytes >= std::max(options_.shared_bytes, block) &&
+                (!kin || it->bytes >= kin->bytes))
+                kin = it;
+        }
+        if (kin)
+            if (const auto found = find(*kin, now, false, client); found.node) return found;
+        return find(root_, now, false, client);
+    }
+
     // The first in depth-first order that may go.
     Found find(Node& node, Point now, bool any, std::optional<std::uint32_t> client = {}) {
         if (node.waiting == 0 || (client && !node.several && node.client != *client)) return {};
@@ -876,13 +937,17 @@ private:
         for (const auto& [place, arrival, id] : node.own) {
             const Entry& entry = entries_.at(id);
             if (client && entry.client != *client) continue;
-            if (any || may_begin(entry)) return {&node, id};
+            const std::string_view why = any                    ? ""
+                                         : !may_begin(entry)    ? "sessions"
+                                         : pads(node, entry)    ? "padding"
+                                         : spreads(node, entry) ? "slot"
+                                         : crowds(node)         ? "leader"
+                                                                : "";
+            if (why.empty()) return {&node, id};
+            if (holds_ != "sessions") holds_ = why;
             held_back = true;
         }
-        if (held_back) {
-            ++passed_;
-            holds_ = "sessions";
-        }
+        passed_ += held_back;
         if (!node.own.empty()) return {};
         // A slot keeps its prefix: what shares it with a running one would fill another slot.
         const bool slots = options_.release == Release::slot;
@@ -928,14 +993,22 @@ private:
         return node.bytes - (node.parent ? node.parent->bytes : 0);
     }
 
-    static std::size_t answer_bytes(const Entry& entry) { return 4 * std::size_t(entry.output); }
+    static std::size_t answer_bytes(std::int64_t tokens) { return 4 * std::size_t(tokens); }
+
+    // The options count four bytes a token.
+    std::size_t cache_bytes() const {
+        if (seen_tokens_ == 0) return options_.cache_bytes;
+        const double each = std::clamp(seen_bytes_ / seen_tokens_, 1.0, 8.0);
+        return std::size_t(double(options_.cache_bytes) * each / 4);
+    }
 
     // The server's cache could not hold it beside what runs; who goes on with a session may.
     bool too_much(const Found& found) const {
         if (options_.cache_bytes == 0) return false;
         const Entry& entry = entries_.at(found.id);
         if (entry.session && entry.session->open) return false;
-        std::size_t more = answer_bytes(entry) + (entry.session ? growth_ : 0);
+        std::size_t more =
+            answer_bytes(predicted(*entry.node, entry.most)) + (entry.session ? growth_ : 0);
         for (const Node* it = found.node; it && it->running == 0; it = it->parent)
             more += own_bytes(*it);
         // Between their turns sessions hold what they have, and they will grow.
@@ -943,25 +1016,60 @@ private:
             const auto grown = it->bytes - it->first_bytes;
             more += it->own + (growth_ > grown ? growth_ - grown : 0);
         }
-        // The share of a new session is what kept the model of vLLM from prefilling one again:
-        // what its turns add is an estimate, and its server evicts those that wait first.
-        const auto most = entry.session ? options_.cache_bytes / 3 * 2 : options_.cache_bytes;
+        // Sessions do not all reach their full length at one time.
+        const auto most = entry.session ? cache_bytes() / 10 * 11 : cache_bytes();
         return resident_ + more > most;
     }
 
-    std::size_t cold(const Found& found) const {
-        const Node* it = found.node;
-        while (it->parent && !it->warm) it = it->parent;
-        return entries_.at(found.id).bytes - (it->warm ? it->bytes : 0);
+    // To fill one more slot with what others have costs more than they will take for all of it.
+    bool spreads(const Node& leaf, const Entry& entry) const {
+        if (options_.release != Release::slot || options_.in_order || entry.session) return false;
+        const Node* it = &leaf;
+        while (it && it->running == 0) it = it->parent;
+        if (!it || it->bytes < std::max(options_.shared_bytes, block)) return false;
+        for (const Node* slot : slots_)
+            for (const Node* up = slot; up; up = up->parent)
+                if (up == it) return false; // a free one has it, too
+        const auto output = predicted(*entry.node, entry.most);
+        const auto each = double(entry.bytes - std::min(it->bytes, entry.bytes)) / 4 +
+                          4 * double(output > 0 ? output : 100);
+        return each * it->waiting < double(it->running) * double(it->bytes) / 2;
     }
 
-    // A prefill batch takes as long as if each of its prompts were its longest.
-    bool pads(const Found& found) const {
+    static Cold cold(const Node& leaf, const Entry& entry) {
+        const Node* it = &leaf;
+        while (it->parent && !it->warm) it = it->parent;
+        const auto warm = it->warm ? it->bytes : 0;
+        if (warm >= entry.front) return {entry.bytes - warm, 0};
+        return {entry.front - warm, entry.bytes - entry.front};
+    }
+
+    // A prefill batch takes as long as if each of its prompts were its longest: those of like
+    // length go together, and the next ones when all of these have their first text.
+    bool pads(const Node& leaf, const Entry& entry) const {
         if (options_.padding_bytes == 0 || options_.in_order || filling_.empty()) return false;
-        const auto mine = cold(found);
-        const auto most = std::max(mine, *filling_.rbegin()) * (filling_.size() + 1);
-        const auto sum = filling_bytes_ + mine;
-        return most > sum + sum * 3 / 10 + options_.padding_bytes;
+        if (taken_ && !entry.goes_on) return true;
+        auto most = cold(leaf, entry);
+        auto sum = most.first + most.second;
+        std::size_t twice = most.second > 0;
+        for (const auto& it : filling_) {
+            most = {std::max(most.first, it.first), std::max(most.second, it.second)};
+            sum += it.first + it.second;
+            twice += it.second > 0;
+        }
+        const auto padded = most.first * (filling_.size() + 1) + most.second * twice;
+        // What goes on is short, and its prompt leaves the cache before long.
+        return padded > sum + sum / 10 + (entry.goes_on ? 2 : 1) * options_.padding_bytes;
+    }
+    // Those who wait for a leader need places when it has filled the cache: soon others push it
+    // out.
+    bool crowds(const Node& leaf) const {
+        if (options_.leaders == 0 || options_.in_order) return false;
+        if (!leading_.empty()) return room_ <= followers_;
+        std::size_t followers = 0;
+        for (const Node* it = &leaf; it; it = it->parent)
+            if (begins(*it)) followers = it->waiting - 1;
+        return room_ <= std::min(followers, (room_ + running_) / 4);
     }
 
     Pick send(RequestId id, Node& leaf, Point now, std::string_view why) {
@@ -982,9 +1090,17 @@ private:
                 if (it->bytes > 0) pick.waited_for = it->shown_by;
                 break;
             }
+        entry.cold = cold(leaf, entry);
         bool leads = false; // others wait for what it fills the cache with
-        for (Node* it = &leaf; it; it = it->parent) leads |= begins(*it);
-        if (leads && entry.streamed) leading_.emplace(now, id);
+        for (Node* it = &leaf; it; it = it->parent)
+            if (begins(*it)) {
+                leads = true;
+                entry.followers = it->waiting - 1;
+            }
+        if (leads && entry.streamed) {
+            leading_.emplace(now, id);
+            followers_ += entry.followers;
+        }
         pick.why = !why.empty()                                                     ? why
                    : leads                                                          ? "leader"
                    : *pick.expected_bytes >= std::max(options_.shared_bytes, block) ? "follower"
@@ -995,16 +1111,17 @@ private:
             it->leader = id;
             it->since = now;
         }
+        sends_ += entry.goes_on == 0; // who goes on overtakes nobody
         dequeue(id, entry, true);
         entry.state = State::running;
         entry.sent = now;
+        entry.output = predicted(leaf, entry.most);
+        if (!slots_.empty()) slots_.erase(slot_of(leaf));
         if (entry.streamed && options_.padding_bytes > 0) {
             entry.filling = true;
-            entry.cold = pick.prompt_bytes - *pick.expected_bytes;
-            filling_.insert(entry.cold);
-            filling_bytes_ += entry.cold;
+            filling_.push_back(entry.cold);
         }
-        resident_ += answer_bytes(entry);
+        resident_ += answer_bytes(entry.output);
         for (Node* it = &leaf; it; it = it->parent)
             if (it->running++ == 0) resident_ += own_bytes(*it);
         if (entry.session) {
@@ -1013,16 +1130,24 @@ private:
             session.first = 0;
             session.running = id;
             session.own = 0;
-            session.bytes = entry.bytes + answer_bytes(entry);
+            session.bytes = entry.bytes + answer_bytes(entry.output);
             if (!std::exchange(session.open, true)) {
                 open_.insert(&session);
                 session.first_bytes = entry.bytes;
             }
             session.bytes = std::max(session.bytes, session.first_bytes);
         }
-        ++sends_;
         ++running_;
         return pick;
+    }
+
+    // The free slot that it gets: that has most of it, else the one that was used the longest ago.
+    std::vector<Node*>::iterator slot_of(const Node& leaf) {
+        for (const Node* it = &leaf; it->bytes > 0; it = it->parent)
+            for (auto slot = slots_.begin(); slot != slots_.end(); ++slot)
+                for (const Node* up = *slot; up && up->bytes >= it->bytes; up = up->parent)
+                    if (up == it) return slot;
+        return slots_.begin();
     }
 
     void plan(std::vector<Planned>& list, const Node& node, const Node*& last) const {
@@ -1063,9 +1188,13 @@ private:
     Node *oldest_ = nullptr, *newest_ = nullptr; // of the idle nodes
     std::size_t idle_ = 0;
     Entries entries_{pool_};
-    std::unordered_map<std::string, Session> sessions_; // that have not ended
-    std::multiset<std::size_t> filling_;                // the cold bytes of those without text
-    std::size_t filling_bytes_ = 0;
+    std::unordered_map<std::string, Session> sessions_;            // that have not ended
+    std::vector<Cold> filling_;                                    // of those without text
+    std::size_t room_ = std::numeric_limits<std::uint32_t>::max(); // places that are free
+    bool taken_ = false; // some of them have their text: the others are computed by now
+    std::set<std::pair<std::uint64_t, RequestId>> continuing_; // waiting turns of open sessions
+    std::vector<Node*> slots_;                // what free ones hold, the oldest first
+    double seen_bytes_ = 0, seen_tokens_ = 0; // of the prompts that were answered
     std::set<const Session*> open_;
     std::set<std::pair<Point, Session*>> expected_; // open ones that have nothing here
     Clients clients_;                               // that have something waiting
@@ -1073,9 +1202,10 @@ private:
     std::size_t growth_ = 6000; // bytes by which a session grows: some 1,500 tokens, then as seen
     std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not
     std::vector<Block> path_;                                 // of the prompt that is read
-    std::uint64_t arrivals_ = 0, sends_ = 0, most_waiting_ = 0;
+    std::uint64_t arrivals_ = 0, sends_ = 0, turns_ = 0, most_waiting_ = 0;
     std::size_t running_ = 0;
     std::size_t resident_ = 0;                      // bytes of what runs, shared ones once
+    std::size_t followers_ = 0;                     // of those
     std::set<std::pair<Point, RequestId>> leading_; // who fills a shared prefix, since when
     Point wake_ = Point::max();
     std::string_view holds_;

@@ -57,6 +57,24 @@ TEST_CASE("one kind runs to its end before the next begins") {
     CHECK(burst(planner) == Ids{4});
 }
 
+TEST_CASE("the kind that runs is told how many places are free") {
+    RadixPlanner::Options options;
+    options.leaders = 1;
+    options.shared_bytes = 64;
+    ApartPlanner planner([&] { return std::make_unique<RadixPlanner>(options); });
+    for (RequestId id = 1; id <= 4; ++id) {
+        const std::string text =
+            id > 2 ? std::string(100, char('0' + id)) : std::string(200, 'a') + char('0' + id);
+        planner.add(id, {"d", {text}, id > 2 ? 1 : 2});
+    }
+    planner.room(2);
+    CHECK(planner.next(start)->id == 1);
+    planner.room(1);
+    CHECK_FALSE(planner.next(start)); // it is for who waits for 1
+    planner.room(2);
+    CHECK(planner.next(start)->id == 3);
+}
+
 TEST_CASE("what is removed is not waited for, and what runs is not removed") {
     auto planner = fifo();
     add(planner, 1, 0);

@@ -1557,6 +1557,26 @@ TEST_CASE("a prompt's segments come in the order in which the template renders t
     CHECK(read_prompt(Request(), row_of("mlx-server")).segments.empty());
 }
 
+TEST_CASE("the system prompt and the tools are a prompt's front, if they come first") {
+    const std::string s = R"({"role":"system","content":"s"})",
+                      u = R"({"role":"user","content":"u"})", t = R"([{"f":1}])";
+    const auto front = [](std::string_view row, const std::string& messages,
+                          const std::string& tools) {
+        return read_prompt(
+                   request_of(R"({"messages":[)" + messages + R"(],"tools":)" + tools + "}"),
+                   row_of(row))
+            .front;
+    };
+    for (const char* row : {"mlx-server", "tinygpt"}) {
+        CAPTURE(row);
+        CHECK(front(row, s + "," + u, t) == s.size() + t.size());
+        CHECK(front(row, u + "," + s, t) == t.size());
+        CHECK(front(row, s + "," + u, "null") == s.size());
+        CHECK(front(row, u, "null") == 0);
+        CHECK(front(row, "", "null") == 0);
+    }
+}
+
 TEST_CASE("whether a prompt's first text will be seen is whether its body goes out streamed") {
     for (const auto* body : {"{}", R"({"stream":true})", R"({"stream":false})",
                              R"({"stream":null})", R"({"logprobs":true})", R"({"logprobs":false})",

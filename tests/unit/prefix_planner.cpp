@@ -30,11 +30,15 @@ const std::string header(300, 'h');
 struct Question {
     std::string domain, text;
     std::optional<std::int64_t> output;
+    std::size_t front = 0;
 };
 
 void add(PrefixPlanner& planner, RequestId id, const std::string& text,
-         std::optional<std::int64_t> output = {}, const std::string& domain = "d") {
-    planner.add(id, {domain, {text}, output});
+         std::optional<std::int64_t> output = {}, const std::string& domain = "d",
+         std::size_t front = 0) {
+    Prompt prompt{domain, {text}, output};
+    prompt.front = front;
+    planner.add(id, prompt);
 }
 
 // "ABc": a block of each capital letter, and one byte of each small one.
@@ -71,6 +75,7 @@ public:
     void add(RequestId id, const Question& question) {
         Item item{name(question.domain + ":"), question.text.size(), question.output.value_or(0),
                   ++arrivals_};
+        item.front = question.front;
         std::string_view rest = question.text;
         for (; rest.size() >= block; rest.remove_prefix(block))
             item.path += name(rest.substr(0, block));
@@ -86,11 +91,11 @@ public:
     std::optional<Pick> next(Point now) {
         RequestId best = 0;
         for (auto& [id, item] : items_)
-            if (!item.running && may_go(item, now) && (!best || before(item, items_[best])))
+            if (!item.running && may_go(item, now) && !pads(item) &&
+                (!best || before(item, items_[best])))
                 best = id;
         if (!best) return {};
         auto& item = items_[best];
-        if (pads(item)) return {};
         Pick pick{best, item.bytes, 0, 0};
         const auto path = marks(item);
         for (std::size_t depth = 1; depth <= path.size(); ++depth) {
@@ -100,7 +105,7 @@ public:
         }
         item.leads = begins(item);
         item.running = item.filling = true;
-        item.cold = item.bytes - *pick.expected_bytes;
+        item.warm = *pick.expected_bytes;
         item.sent = now;
         for (auto* mark : path) {
             mark->sent = true;
@@ -119,7 +124,11 @@ public:
             if (mark->leader == id && step == Step::failed) mark->leader = 0;
         }
         if (visible) item.leads = false;
+        taken_ |= item.filling;
         item.filling = false;
+        if (std::none_of(items_.begin(), items_.end(),
+                         [](const auto& it) { return it.second.running && it.second.filling; }))
+            taken_ = false;
         if (step != Step::first_text) items_.erase(id);
     }
 
@@ -152,7 +161,7 @@ private:
         std::int64_t rank = 0;
         std::uint64_t arrival = 0;
         bool running = false, leads = false, filling = false;
-        std::size_t cold = 0; // bytes, when it was sent
+        std::size_t front = 0, warm = 0; // bytes; warm: when it was sent
         Point sent{};
     };
 
@@ -210,20 +219,31 @@ private:
         return options_.leaders == 0 || leaders < long(options_.leaders) || !begins(item);
     }
 
-    // Those being filled and this one, each as long as the longest of them.
+    // Those being filled and this one, each as long as the longest of them: the fronts, beside them
+    // the rest of those whose front is there, and then the rest of the others. When one of them has
+    // its text, the others wait for all to have it.
     bool pads(const Item& item) {
-        std::size_t warm = 0, depth = 0;
+        Item mine = item;
+        std::size_t depth = 0;
         for (const auto* mark : marks(item))
-            if (++depth; mark->warm) warm = std::min((depth - 1) * block, item.bytes);
-        std::size_t count = 1, sum = item.bytes - warm, most = sum;
+            if (++depth; mark->warm) mine.warm = std::min((depth - 1) * block, item.bytes);
+        std::size_t count = 0, second = 0, sum = 0, longest[2] = {0, 0};
+        const auto take = [&](const Item& it) {
+            const bool twice = it.front > it.warm;
+            const auto cold = it.bytes - it.warm;
+            const auto first = twice ? it.front - it.warm : cold;
+            ++count;
+            second += twice && cold > first;
+            sum += cold;
+            longest[0] = std::max(longest[0], first);
+            longest[1] = std::max(longest[1], cold - first);
+        };
         for (const auto& [id, other] : items_)
-            if (other.running && other.filling) {
-                ++count;
-                sum += other.cold;
-                most = std::max(most, other.cold);
-            }
-        return options_.padding_bytes > 0 && count > 1 &&
-               count * most > sum + sum * 3 / 10 + options_.padding_bytes;
+            if (other.running && other.filling) take(other);
+        if (options_.padding_bytes == 0 || count == 0) return false;
+        take(mine);
+        return taken_ ||
+               count * longest[0] + second * longest[1] > sum + sum / 10 + options_.padding_bytes;
     }
 
     bool before(const Item& a, const Item& b) {
@@ -240,6 +260,7 @@ private:
     std::map<std::string, char> names_;
     std::map<std::string, Mark> marks_;
     std::uint64_t arrivals_ = 0;
+    bool taken_ = false;
 };
 
 using Random = std::minstd_rand;
@@ -265,6 +286,7 @@ Question random_question(Random& random, std::string_view letters = "AB") {
     const std::array rests{"", "", "x", "xy"};
     Question question{below(random, 6) ? "d" : "e", spell(word + rests[below(random, 4)]), {}};
     if (below(random, 2)) question.output = std::array{1, 100, 100, 500}[below(random, 4)];
+    question.front = below(random, unsigned(question.text.size()) + 1);
     return question;
 }
 
@@ -287,7 +309,7 @@ void live(PrefixPlanner& planner, Random& random, std::string_view letters, Chec
         const unsigned dice = below(random, 100);
         if (dice < 30 && !closing) {
             const auto question = random_question(random, letters);
-            add(planner, ++last, question.text, question.output, question.domain);
+            add(planner, ++last, question.text, question.output, question.domain, question.front);
             waiting.push_back(last);
             check(Event{Event::added, last, {}}, question, Step{}, now);
         } else if (dice < 60) {
@@ -911,13 +933,181 @@ TEST_CASE("what is prefilled together is of like length, as far as the server ha
     add(planner, 4, std::string(100, 'D'));
     CHECK(burst(planner) == Ids{1, 2}); // 3 x 3,000 bytes would be computed for 6,100
     CHECK(planner.holds() == "padding");
+    add(planner, 5, std::string(2800, 'E'));
+    CHECK(burst(planner) == Ids{5}); // behind those that do not fit
     planner.progressed(1, Step::first_text, start);
-    CHECK(burst(planner).empty());
+    add(planner, 6, std::string(2700, 'F'));
+    CHECK(burst(planner).empty()); // the others are computed already
     planner.progressed(2, Step::failed, start);
+    planner.progressed(5, Step::first_text, start);
+    planner.remove(6);
     CHECK(burst(planner) == Ids{3, 4});
     // A long prompt that is in the cache is a short one.
-    add(planner, 5, std::string(3000, 'A') + "more");
-    CHECK(burst(planner) == Ids{5});
+    add(planner, 7, std::string(3000, 'A') + std::string(60, 'm'));
+    CHECK(burst(planner) == Ids{7});
+}
+
+TEST_CASE("prompts are alike in what comes first and in what comes after it") {
+    Options options;
+    options.padding_bytes = 100;
+    RadixPlanner planner(options);
+    add(planner, 1, std::string(1000, 'A'), {}, "d", 900);
+    add(planner, 2, std::string(1000, 'B'), {}, "d", 300);
+    add(planner, 3, std::string(1000, 'C'), {}, "d", 880);
+    CHECK(burst(planner) == Ids{1, 3}); // with 2 it were 2 x 900 and 2 x 700 for 2,000
+    for (const RequestId id : {1, 3}) planner.progressed(id, Step::first_text, start);
+    CHECK(burst(planner) == Ids{2});
+    planner.progressed(2, Step::first_text, start);
+    // What has its front in the cache is computed beside the fronts of others.
+    add(planner, 4, std::string(960, 'A') + std::string(600, 'D'), {}, "d", 900);
+    add(planner, 5, std::string(700, 'E'), {}, "d", 600);
+    CHECK(burst(planner) == Ids{4, 5});
+}
+
+TEST_CASE(
+    "who goes on with a session joins what is being prefilled, even if some have their text") {
+    Options options;
+    options.padding_bytes = 100;
+    RadixPlanner planner(options);
+    for (const RequestId id : {1, 2}) {
+        const std::string name(1, char('a' + id)), text(1000, name[0]);
+        add_turn(planner, id, name, 0, text);
+        add_turn(planner, 10 + id, name, 1, text + "more");
+    }
+    CHECK(burst(planner) == Ids{1, 2});
+    planner.progressed(1, Step::done, start);
+    CHECK(burst(planner).empty()); // beside 2 it would be padded to 1,000
+    planner.progressed(2, Step::first_text, start);
+    add(planner, 21, std::string(150, 'B'));
+    CHECK(burst(planner) == Ids{11, 21});
+    planner.progressed(21, Step::first_text, start);
+    add(planner, 22, std::string(100, 'C'));
+    CHECK(burst(planner).empty());
+    CHECK(planner.holds() == "padding");
+    planner.progressed(2, Step::done, start);
+    CHECK(burst(planner) == Ids{12});
+}
+
+TEST_CASE("a leader keeps places for its followers") {
+    Options options;
+    options.leaders = 1;
+    options.shared_bytes = block;
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= 4; ++id) add(planner, id, spell("AAA") + char('0' + id), 9);
+    for (RequestId id = 5; id <= 12; ++id)
+        add(planner, id, std::string(300, char('B' + id)) + char('0' + id));
+    const auto fill = [&](unsigned free) {
+        Ids order;
+        for (;; --free) {
+            planner.room(free);
+            const auto pick = free > 0 ? planner.next(start) : std::optional<Pick>();
+            if (!pick) return order;
+            order.push_back(pick->id);
+        }
+    };
+    CHECK(fill(6) == Ids{1, 5, 6}); // and three places for 2, 3 and 4
+    CHECK(planner.holds() == "leader");
+    planner.progressed(1, Step::first_text, start);
+    CHECK(fill(3) == Ids{2, 3, 4});
+    // Who has many followers does not begin before a quarter of all places is free.
+    for (const RequestId id : {1, 2, 3, 4}) planner.progressed(id, Step::done, start);
+    CHECK(fill(5) == Ids{7, 8, 9, 10, 11});
+    for (RequestId id = 21; id <= 30; ++id)
+        add(planner, id, spell("ZZZZ") + char('0' + id - 20), 9);
+    add(planner, 40, std::string(300, 'Y'));
+    CHECK(fill(1) == Ids{12}); // of eight
+    for (const RequestId id : {5, 6, 7}) planner.progressed(id, Step::done, start);
+    CHECK(fill(3) == Ids{21});
+}
+
+TEST_CASE(
+    "who goes on with a session goes before all who begin, and who has waited longest first") {
+    Options options;
+    options.release = Release::at_once;
+    RadixPlanner planner(options);
+    const auto turn = [&](RequestId id, const std::string& name, int n, const std::string& text,
+                          std::int64_t output) {
+        Prompt prompt{"d", {text}, output};
+        prompt.session = name;
+        prompt.turn = n;
+        planner.add(id, prompt);
+    };
+    for (RequestId id = 1; id <= 3; ++id) {
+        const std::string name(1, char('a' + id));
+        turn(10 * id, name, 0, spell("A" + name), 100 - int(id));
+        turn(10 * id + 1, name, 1, spell("A" + name + "BB"), int(id));
+    }
+    CHECK(planner.next(start)->id == 10);
+    CHECK(planner.next(start)->id == 20);
+    add(planner, 40, spell("AC"), 5000);
+    planner.progressed(20, Step::done, start);
+    planner.progressed(10, Step::done, start);
+    CHECK(burst(planner) == Ids{21, 11, 40, 30});
+}
+
+TEST_CASE("who goes on with a session overtakes nobody") {
+    Options options;
+    options.overtaking = 5;
+    RadixPlanner planner(options);
+    add_turn(planner, 1, "a", 0, spell("A"));
+    add(planner, 2, spell("BBBBp"));
+    CHECK(planner.next(start)->id == 1);
+    for (RequestId id = 10; id < 40; ++id) {
+        add_turn(planner, id, "a", int(id), spell("A") + std::string(id, 'a'));
+        planner.progressed(id == 10 ? 1 : id - 1, Step::done, start);
+        CHECK(planner.next(start)->id == id);
+    }
+    CHECK(planner.next(start)->why == "alone");
+}
+
+TEST_CASE("a free slot gets what shares most with it, whatever else is running") {
+    Options options;
+    options.release = Release::slot;
+    RadixPlanner planner(options);
+    const auto text = [](char group, int n) {
+        return std::string(20 * block, group) + std::to_string(n);
+    };
+    for (int n = 0; n < 4; ++n) add(planner, RequestId(n + 1), text('a', n), 2000);
+    for (int n = 0; n < 4; ++n) add(planner, RequestId(n + 11), text('b', n), 1000);
+    CHECK(planner.next(start)->id == 1);
+    CHECK(planner.next(start)->id == 11);
+    CHECK(planner.next(start)->id == 2); // no other group is left, and much of a
+    planner.progressed(11, Step::done, start);
+    CHECK(planner.next(start)->id == 12); // although a is longer, and runs nowhere else
+    planner.cache_lost();
+    planner.progressed(1, Step::done, start);
+    planner.progressed(12, Step::done, start);
+    CHECK(burst(planner) == Ids{13, 3, 4, 14});
+}
+
+TEST_CASE("no other slot is filled with a prefix for the little that is left of it") {
+    Options options;
+    options.release = Release::slot;
+    RadixPlanner planner(options);
+    for (int n = 0; n < 4; ++n)
+        add(planner, RequestId(n + 1), std::string(100 * block, 'a') + std::to_string(n), 300);
+    CHECK(planner.next(start)->id == 1); // 1,600 tokens, and 1,200 for each answer
+    CHECK(planner.next(start)->id == 2);
+    CHECK_FALSE(planner.next(start)); // two run, and what is left is less than to fill it twice
+    CHECK(planner.holds() == "slot");
+    planner.progressed(1, Step::done, start);
+    CHECK(planner.next(start)->id == 3);
+    planner.progressed(2, Step::done, start);
+    planner.progressed(3, Step::done, start);
+    CHECK(planner.next(start)->id == 4);
+}
+
+TEST_CASE("what fits into the cache is told by the tokens of the prompts that were answered") {
+    Options options;
+    options.release = Release::at_once;
+    options.cache_bytes = 4 * 1000; // 1,000 tokens
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= 9; ++id) add(planner, id, std::string(1600, char('a' + id)), 100);
+    CHECK(burst(planner) == Ids{1, 2});
+    planner.answered(1, 10, 200); // eight bytes each
+    planner.progressed(1, Step::done, start);
+    CHECK(burst(planner) == Ids{3, 4, 5}); // and answers of 10 tokens
+    CHECK(planner.holds() == "memory");
 }
 
 TEST_CASE("who is not streamed says nothing of its prefill, and nobody waits for it") {
@@ -1062,7 +1252,7 @@ TEST_CASE("the order of what waits is the order in which it goes, with what each
 TEST_CASE("a session's growth has its place in the server's cache before it begins") {
     Options options;
     options.release = Release::at_once;
-    options.cache_bytes = 3 * (6000 + block + 100) + 150; // new sessions get two thirds
+    options.cache_bytes = 2 * (6000 + block + 100) * 10 / 11 + 10; // they do not grow all at once
     RadixPlanner planner(options);
     for (RequestId id = 1; id <= 3; ++id) {
         const std::string name(1, char('a' + id));
@@ -1226,7 +1416,7 @@ TEST_CASE("sessions that are all silent give their places to those that wait") {
 TEST_CASE("between its turns such a session has its place in the server's cache") {
     Options options;
     options.release = Release::at_once;
-    options.cache_bytes = 14000;
+    options.cache_bytes = 11000;
     RadixPlanner planner(options);
     add_open(planner, 1, "a", 1, std::string(4000, 'a'));
     add(planner, 2, std::string(500, 'b'), 1);

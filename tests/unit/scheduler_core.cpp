@@ -443,6 +443,17 @@ TEST_CASE("a batch that the planner held back is completed when it lets go") {
     CHECK(queue.next() == Ids{2, 3, 4});
 }
 
+TEST_CASE("a planner is told how many places are free") {
+    RadixPlanner::Options of;
+    of.leaders = 1;
+    Queue queue(in_flight(4), std::make_unique<RadixPlanner>(of));
+    for (const RequestId id : {1, 2, 3}) queue.submit(id, header + std::to_string(id));
+    for (const RequestId id : {4, 5}) queue.submit(id, std::string(50, char('0' + id)));
+    CHECK(queue.next() == Ids{1, 4}); // two places are for those who wait for 1
+    queue.core.text(1, start);
+    CHECK(queue.next() == Ids{2, 3});
+}
+
 TEST_CASE("a failed attempt is made again after the table's delay, behind those that wait") {
     Queue queue(in_flight(1));
     queue.submit(1, 3);

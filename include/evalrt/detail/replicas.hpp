@@ -93,10 +93,11 @@ public:
         if (stage == Stage::done) forget(it);
     }
 
-    void answered(RequestId id, std::int64_t output_tokens) override {
+    void answered(RequestId id, std::int64_t output_tokens,
+                  std::int64_t prompt_tokens = 0) override {
         const auto it = items_.find(id);
         if (it != items_.end() && it->second.place == Place::running)
-            servers_[it->second.server].planner->answered(id, output_tokens);
+            servers_[it->second.server].planner->answered(id, output_tokens, prompt_tokens);
     }
 
     void remove(RequestId id) override {

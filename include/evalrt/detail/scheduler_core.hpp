@@ -126,7 +126,8 @@ public:
             retry_.succeeded(item.retry);
             item.deaths = 0;
             if (response.usage.completion_tokens)
-                planner_.answered(id, *response.usage.completion_tokens);
+                planner_.answered(id, *response.usage.completion_tokens,
+                                  response.usage.prompt_tokens.value_or(0));
             // The place is free at once; what the others wait for comes a little later.
             if (options_.commit_delay.count() > 0) {
                 committing_.emplace_back(now + options_.commit_delay, id);
@@ -377,6 +378,7 @@ private:
         if (!open) return closed(gate);
         if (!suspects_.empty()) return running_ == 0 ? next_suspect(now) : closed("suspects");
         if (waiting_ == 0 || alone_) return closed("suspects");
+        if (servers_.size() == 1) planner_.room(allowed(servers_[0], now) - servers_[0].running);
         auto pick = planner_.next(now);
         if (!pick) {
             held_until_ = planner_.wake();

@@ -136,7 +136,7 @@ const std::array profiles{
         .most_in_flight = 256,
         .release = Release::first_text,
         .shared_tokens = 32,
-        .leaders = 16, // more of them fill its cache with prefixes that nobody follows for long
+        .leaders = 8, // more of them fill its cache with prefixes that nobody follows for long
         .remark = "max_running_requests, if it tells a lower number",
     },
     // A prefix belongs to a slot: each slot fills it once, whoever waits for whom.

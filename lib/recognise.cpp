@@ -319,6 +319,8 @@ void Recogniser::details(const Seen& seen) {
         result_.in_flight = number(body, "max_running_requests"); // of one of them
     } else if (profile == "sglang" && seen.path == "/get_server_info") {
         tell(number(body, "max_running_requests"), "its max_running_requests");
+        if (const auto tokens = number(body, "max_total_num_tokens"))
+            result_.cache_tokens = *tokens;
         version = text(body, "version");
     } else if (profile == "lm-studio" && seen.path == "/api/v1/models") {
         const auto* models = find(body, "models");
@@ -372,6 +374,14 @@ BackendRow of_router(const BackendRow& row, const Recognition& recognition) {
 
 } // namespace
 
+// The planner keeps what runs below what the cache holds, so that only the engine's batch is left
+// to be found out: on the models of vLLM and SGLang 192 was as fast as 64 and 128 with every suite,
+// and up to a sixth faster.
+void has_cache(BackendRow& row, std::int64_t tokens) {
+    row.cache_tokens = tokens;
+    row.in_flight = std::max(row.in_flight, row.most_in_flight / 4 * 3);
+}
+
 BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     if (recognition.profile == router) return of_router(row, recognition);
     const auto* profile = find_profile_row(recognition.profile);
@@ -395,7 +405,8 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
         it.block_tokens = *recognition.block;
         it.shared_tokens = std::max(it.shared_tokens, *recognition.block);
     }
-    it.cache_tokens = recognition.cache_tokens.value_or(profile->cache_tokens);
+    it.cache_tokens = profile->cache_tokens;
+    if (recognition.cache_tokens) has_cache(it, *recognition.cache_tokens);
     it.sessions = profile->sessions;
     it.padding_tokens = profile->padding_tokens;
     it.leaders = profile->leaders;

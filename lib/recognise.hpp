@@ -68,6 +68,9 @@ Recognition with_worker(Recognition router, const Recognition& worker);
 asio::awaitable<Recognition> recognise(asio::any_io_executor executor, HttpOptions options,
                                        asio::cancellation_signal& cancel, Failure& failed);
 
+/// So many tokens: what they bound needs no low start.
+void has_cache(BackendRow& row, std::int64_t tokens);
+
 /// The row with what is known of its server now. The wire stays, and on another wire than the
 /// profile's so does what concerns the bodies.
 BackendRow with_profile(const BackendRow& row, const Recognition& recognition);

@@ -1,6 +1,7 @@
 #include "support/engine_run.hpp"
 
 #include "evalrt/request_scheduler.hpp"
+#include "recognise.hpp"
 #include "wire.hpp"
 
 #include <boost/json.hpp>
@@ -155,9 +156,9 @@ BackendRow engine_row(const EngineConfig& config) {
     auto row = *find_profile_row(name);
     row.tools_before_system = false; // as render() has it
     if (config.kind == "llama") row.in_flight = config.batch;
-    if (config.kind == "vllm") { // its /metrics
+    if (config.kind == "vllm" || config.kind == "sglang") { // as they tell
         row.block_tokens = unsigned(config.page);
-        row.cache_tokens = std::int64_t(config.cache);
+        detail::has_cache(row, std::int64_t(config.cache));
     }
     return row;
 }
@@ -168,6 +169,7 @@ RunResult run(const Suite& suite, const EngineConfig& config, const BackendRow& 
     if (options.in_flight > 0) {
         row.in_flight = options.in_flight;
         row.most_in_flight = 0;
+        row.refill = std::min(row.refill, std::max(row.in_flight / 3, 1u)); // as Runtime has it
     }
     FifoPlanner fifo;
     RadixPlanner radix(planner_options(row));
@@ -234,14 +236,12 @@ RunResult run(const Suite& suite, const EngineConfig& config, const BackendRow& 
             response.usage = {std::int64_t(turn.job.prompt), std::int64_t(engine->cached(event.id)),
                               std::int64_t(turn.job.output())};
             result.cached[i] = engine->cached(event.id);
+            if (turn.next > 0) submit(turn.next); // before its end: the conversation goes on
             core.ended(event.id, response, false, point(now));
             result.prompt_tokens += turn.job.prompt;
             if (++result.answered == turns.size() / 5)
                 result.after_fifth = core.stats(point(now)).limit;
-            if (turn.next > 0)
-                submit(turn.next);
-            else
-                --open;
+            open -= turn.next == 0;
         }
         pump();
         if (result.answered > turns.size() / 2 && core.waiting() > 0) {

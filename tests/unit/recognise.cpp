@@ -55,6 +55,17 @@ TEST_CASE("each server is recognised by the owner of its models") {
     CHECK(kind({{"/v1/models", models("sglang")},
                 {"/get_server_info", R"({"max_running_requests":12,"version":"0.5"})"}}) ==
           "sglang 0.5 12");
+    // Its cache bounds what runs: there is no need to begin low.
+    const auto told = [](const char* info) {
+        return with_profile(
+            *find_backend_row("openai-url"),
+            ask({{"/v1/models", models("sglang")}, {"/get_server_info", info}}).found);
+    };
+    CHECK(told(R"({"max_total_num_tokens":98304})").cache_tokens == 98304);
+    CHECK(told(R"({"max_total_num_tokens":98304})").in_flight == 192);
+    CHECK(told(R"({"max_total_num_tokens":98304,"max_running_requests":100})").in_flight == 100);
+    CHECK(told(R"({"max_total_num_tokens":0})").in_flight == 64);
+    CHECK(told("{}").cache_tokens == 0);
     CHECK(kind({{"/v1/models", models("llamacpp")},
                 {"/props", R"({"total_slots":6,"build_info":"b7000-abc"})"}}) ==
           "llama-server b7000-abc 6");
@@ -215,7 +226,7 @@ TEST_CASE("a router's row is that of its servers, for all of them") {
     CHECK(llama.default_temperature == 0.8);
     CHECK(llama.in_flight == 12);
     CHECK(llama.most_in_flight == 48);  // their slots are not known
-    CHECK(row("sglang").leaders == 16); // of each
+    CHECK(row("sglang").leaders == 8); // of each
     CHECK(row("sglang", 10).in_flight == 30);
     CHECK(row("sglang", 2048).in_flight == 192);
     const auto mlx = row("mlx-server");

@@ -70,6 +70,13 @@ using Fields = http::basic_fields<detail::SpareAllocator<char>>;
 using detail::Job;
 using detail::Patched;
 
+// Whether a read that is begun takes at once what is there.
+#if defined(BOOST_ASIO_HAS_IO_URING_AS_DEFAULT)
+constexpr bool reads_at_once = false;
+#else
+constexpr bool reads_at_once = true;
+#endif
+
 struct Connection {
     // Beast bounds neither a chunk's head nor a trailer: the buffer does.
     Connection(const asio::any_io_executor& executor, std::size_t header_limit)
@@ -485,7 +492,9 @@ private:
         if (prepared.body.parts() + 2 > Buffers::most)
             prepared.body = Patched(prepared.body.text());
         for (bool first = true, again = true; std::exchange(again, false); first = false) {
-            const bool kept = first && take_idle();
+            // What goes out at once can have its answer waited for before: see talk().
+            const bool early = reads_at_once && impl_->io && !impl_->tls && size <= 16 << 10;
+            const bool kept = first && take_idle(!early);
             if (!kept && !co_await connect()) co_return;
             now_ = sent_ = Clock::now();
             clock_.sent(sent_);
@@ -497,9 +506,9 @@ private:
             out.push({rest.data(), std::size_t(rest_end - rest.data())});
             for (std::size_t i = 0; i < prepared.body.parts(); ++i) out.push(prepared.body.part(i));
             if (connection_->tls)
-                co_await talk(*connection_->tls, out);
+                co_await talk(*connection_->tls, out, false);
             else
-                co_await talk(connection_->socket, out);
+                co_await talk(connection_->socket, out, kept && early);
             // The server closed a kept connection at the moment of our writing.
             if (kept && response_.outcome == Errc::unreachable && !stopped()) {
                 drop_connection();
@@ -508,7 +517,7 @@ private:
         }
     }
 
-    bool take_idle() {
+    bool take_idle(bool check) {
         auto& idle = impl_->idle;
         const auto now = started_;
         std::erase_if(
@@ -517,7 +526,7 @@ private:
             connection_ = std::move(idle.back());
             idle.pop_back();
             ++impl_->open;
-            if (connection_->quiet()) {
+            if (!check || connection_->quiet()) {
                 clock_ = {impl_->options.limits, now};
                 return true;
             }
@@ -631,12 +640,37 @@ private:
     }
 
     template <class Stream>
-    Job<> talk(Stream& stream, Buffers out) {
+    Job<> talk(Stream& stream, Buffers out, bool early) {
         error_code write_error;
         std::size_t written = 0;
         if constexpr (std::is_same_v<Stream, Tcp::socket>) { // nearly always it has room for all
-            written = stream.write_some(out, write_error);
-            if (write_error == asio::error::would_block) write_error = {};
+            if (early) {
+                // A read looks at once whether there is something, so begun before the request
+                // goes out it tells like quiet(), at no cost, that a kept connection is stale.
+                const auto space = connection_->buffer.prepare(64 << 10);
+                bool stale = false;
+                auto [error, n] = co_await wait_for<error_code, std::size_t>([&](auto handler) {
+                    auto* const begin = static_cast<char*>(space.data());
+                    *begin = 0;
+                    stream.async_read_some(space, std::move(handler));
+                    stale = *begin != 0;
+                    if (stale) return;
+                    written = stream.write_some(out, write_error);
+                    stale = written < asio::buffer_size(out);
+                    if (stale) stream.close(write_error);
+                });
+                now_ = Clock::now();
+                if (stopped()) co_return;
+                if (stale) error = asio::error::connection_reset;
+                if (error) {
+                    broken(error, "headers");
+                    co_return;
+                }
+                connection_->buffer.commit(n);
+            } else {
+                written = stream.write_some(out, write_error);
+                if (write_error == asio::error::would_block) write_error = {};
+            }
         }
         if (!write_error && written < asio::buffer_size(out)) {
             out.skip(written);

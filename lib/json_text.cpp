@@ -120,9 +120,10 @@ bool has_avx2() {
 }
 #endif
 
-// Calls take(member) until it says false.
+// Calls take(member) until it says false. The elements of the array of that name go to `into`.
 template <class Take>
-void walk_members(std::string_view object, Take take) {
+void walk_members(std::string_view object, Take take, std::string_view array = {},
+                  std::vector<std::string_view>* into = nullptr) {
     Walker walk{object.data(), object.data() + object.size()};
     if (!walk.enter('{')) return;
     while (walk.next()) {
@@ -134,7 +135,15 @@ void walk_members(std::string_view object, Take take) {
         if (walk.p == walk.end) break;
         ++walk.p; // the colon
         walk.skip_space();
-        const auto value = walk.value();
+        const char* const from = walk.p;
+        auto* const elements = key == array ? std::exchange(into, nullptr) : nullptr;
+        if (elements && walk.enter('[')) {
+            while (walk.next()) elements->push_back(walk.value());
+            if (walk.p != walk.end) ++walk.p;
+        } else {
+            walk.value();
+        }
+        const std::string_view value(from, std::size_t(walk.p - from));
         if (!take(Member{key, value, {begin, std::size_t(walk.p - begin)}})) return;
     }
 }
@@ -357,13 +366,17 @@ std::vector<Member> members(std::string_view object) {
     return found;
 }
 
-void members(std::string_view object, std::vector<Member>& found) {
+void members(std::string_view object, std::vector<Member>& found, std::string_view array,
+             std::vector<std::string_view>* into) {
     found.clear();
     found.reserve(16);
-    walk_members(object, [&](const Member& it) {
-        found.push_back(it);
-        return true;
-    });
+    walk_members(
+        object,
+        [&](const Member& it) {
+            found.push_back(it);
+            return true;
+        },
+        array, into);
 }
 
 std::optional<std::string_view> first_member(std::string_view object, std::string_view key) {

@@ -20,7 +20,9 @@ struct Member {
 };
 
 std::vector<Member> members(std::string_view object);
-void members(std::string_view object, std::vector<Member>& list);
+/// With the elements of the member `array`, where they are asked for.
+void members(std::string_view object, std::vector<Member>& list, std::string_view array = {},
+             std::vector<std::string_view>* into = nullptr);
 
 /// The value of the first member of that name; nothing: it has none.
 std::optional<std::string_view> first_member(std::string_view object, std::string_view key);

@@ -313,7 +313,9 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     parts.pause = request.pause;
     parts.client = request.client;
     thread_local std::vector<Member> list; // its memory serves all requests
-    members(request.body, list);
+    thread_local std::vector<std::string_view> messages;
+    messages.clear();
+    members(request.body, list, "messages", &messages);
     const auto model = member(list, "model").value_or("");
     parts.domain.reserve(request.endpoint.size() + model.size());
     parts.domain.append(request.endpoint).append(model);
@@ -337,7 +339,8 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     add(member(list, "prompt"));
     // The first message has to be looked at where something is to come after a system prompt.
     bool first = !row.tools_before_system || row.padding_tokens > 0;
-    for (const auto message : elements(member(list, "messages").value_or("[]"))) {
+    parts.segments.reserve(parts.segments.size() + messages.size() + 1);
+    for (const auto message : messages) {
         if (std::exchange(first, false)) {
             const auto role = from_json_string(member(members(message), "role").value_or(""));
             const bool system = role == "system" || role == "developer";

@@ -355,14 +355,12 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     // The end of what the inner backend was asked.
     struct Asked {
-        using allocator_type = detail::SpareAllocator<void>;
         using cancellation_slot_type = asio::cancellation_slot;
 
         std::shared_ptr<Impl> self;
         std::shared_ptr<Live> live;
         asio::cancellation_slot slot;
 
-        allocator_type get_allocator() const noexcept { return {}; }
         cancellation_slot_type get_cancellation_slot() const noexcept { return slot; }
         void operator()(error_code, Response&& response) {
             self->ended(std::move(live), std::move(response));

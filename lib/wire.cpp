@@ -342,7 +342,7 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     parts.segments.reserve(parts.segments.size() + messages.size() + 1);
     for (const auto message : messages) {
         if (std::exchange(first, false)) {
-            const auto role = from_json_string(member(members(message), "role").value_or(""));
+            const auto role = from_json_string(first_member(message, "role").value_or(""));
             const bool system = role == "system" || role == "developer";
             if (system) add(message);
             if (!row.tools_before_system) add(tools);

@@ -276,7 +276,7 @@ void Recogniser::answered(const Seen& seen) {
     asked_.insert(seen.path);
     if (seen.late) {
         // It may be busy with something long; more questions would only take more time.
-        given_up_ = true;
+        given_up_ = result_.late = true;
         if (result_.profile.empty()) result_.reason = seen.path + " was not answered in time";
         return;
     }

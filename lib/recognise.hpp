@@ -32,6 +32,7 @@ struct Recognition {
     std::string worker;                ///< a router: where one of them is, if on the same host
     std::string reason;                ///< in words
     std::string version;               ///< empty: it does not tell
+    bool late = false;                 ///< it did not answer in time: it may be busy
     std::optional<unsigned> in_flight; ///< requests at once, as the server (each of them) tells
     std::string in_flight_reason;
     std::optional<unsigned> block;            ///< tokens that its cache has together

@@ -294,20 +294,28 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     asio::awaitable<bool> finished_before() {
         if (!journal || !options.enough || options.journal.mode != JournalMode::resume)
             co_return false;
-        auto run = journal_run();
-        auto [ec, known] = co_await journal->async_known(std::move(run), token());
-        if (ec) co_return false;
         const auto before = std::tuple(model, row, version, kind);
-        if (model.empty()) model = known.model;
-        if (kind.empty()) {
-            row = detail::with_profile(row, kind_of(known.server));
-            version = known.server_version;
-            kind = known.server;
-        }
+        const auto known = co_await recall();
+        if (!known) co_return false;
+        if (model.empty()) model = known->model;
         const auto failure = co_await begin_journal();
         if (!failure && options.enough(*journal)) co_return true;
         std::tie(model, row, version, kind) = before;
         co_return false;
+    }
+
+    // What is not known of the server is what the journal knows: requests go out as they went.
+    asio::awaitable<std::optional<JournalKnown>> recall() {
+        auto run = journal_run();
+        auto [ec, known] = co_await journal->async_known(std::move(run), token());
+        if (ec) co_return std::nullopt;
+        if (kind.empty()) {
+            row = detail::with_profile(row, kind_of(known.server));
+            fix_in_flight();
+            version = known.server_version;
+            kind = known.server;
+        }
+        co_return std::optional(std::move(known));
     }
 
     // "vllm", or "sglang-router vllm".
@@ -357,6 +365,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             Failure gone;
             if (options.probe && !options.row && row.command.empty()) gone = co_await recognise();
             if (gone && gone.code != Errc::unreachable) co_return gone;
+            if (late && journal && options.journal.mode == JournalMode::resume) co_await recall();
             const bool wanted = model.empty() && options.ask_first;
             bool listed = true;
             if (!gone && wanted) listed = co_await find_model();
@@ -443,6 +452,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         row = detail::with_profile(row, found);
         version = found.version;
         kind = found.profile + (found.behind.empty() ? "" : " " + found.behind);
+        late = found.late;
         if (!options.probe_folder.empty())
             if (const auto measured = stored_probe(
                     options.probe_folder, probe_key(options.url, found.profile, found.version))) {
@@ -708,6 +718,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     std::string kind;      // of the server, as recognised: its profile, and a router's servers'
     std::string output;    // of the server before it ended the last time
     unsigned restarts = 0; // of the server
+    bool late = false;     // it was too busy to be recognised
     bool hung = false;     // it was found to be, and is being stopped
     PrivateFolder folder;  // outlives the server
     asio::cancellation_signal cancel; // of the step of open() or of a restart that runs

@@ -213,6 +213,12 @@ std::string settle(Options& options) {
     return {};
 }
 
+std::string empty_value(std::string_view option) {
+    return fmt::format("{} is given an empty value: leave it out, or give it one (is a variable "
+                       "not set?)",
+                       option);
+}
+
 int fail(std::string_view what) {
     say(what);
     return exit_usage;
@@ -295,6 +301,7 @@ int run(Options& options, const std::string& path, std::string out, bool skip_in
     const auto started = Clock::now();
     if (auto error = settle(options); !error.empty()) return fail(error);
     if (auto error = name_shard("-o", out, options); !error.empty()) return fail(error);
+    if (out.starts_with('=')) return fail(fmt::format("-o{}: write -o FILE or --output=FILE", out));
     const auto& kept = options.common.runtime.journal.path;
     if (out != "-" && same_file(out, path))
         return fail(fmt::format("-o {} is the batch file itself: give another file", out));
@@ -628,6 +635,11 @@ int main(int argc, char** argv) {
             if (gateway.child.empty()) return fail("there is no command behind --");
         }
     }
+    for (int i = 1; i < argc; ++i) // or it would take the next word
+        if (const std::string_view word = argv[i]; word.starts_with("--") && word.ends_with('=') &&
+                                                   word != "--server-arg=" &&
+                                                   argv[i - 1] != std::string_view("--server-arg"))
+            return fail(empty_value(word.substr(0, word.size() - 1)));
     try {
         app.parse(argc, argv);
     } catch (const CLI::ParseError& error) {
@@ -642,9 +654,7 @@ int main(int argc, char** argv) {
             for (const auto& value : option->results())
                 if (value.find_first_not_of(" \t\n") == value.npos &&
                     option->get_name() != "--server-arg")
-                    return fail(fmt::format("{} is given an empty value: leave it out, or give it "
-                                            "one (is a variable not set?)",
-                                            option->get_name()));
+                    return fail(empty_value(option->get_name()));
     if (merge_command.parsed()) return merge(merged, shards, merge_suite);
     if (report_command.parsed()) return report(runs, report_json);
     if (backends_command.parsed()) {

@@ -384,6 +384,20 @@ class Finished(WithServers):
             self.assertEqual(len(self.held(f"j{n}")), 8)
             suite = self.groups(8)
 
+    def test_a_server_that_is_too_busy_to_say_what_it_is_gets_what_it_got(self):
+        _, url = self.server("a", model="like-mlx")
+        suite = self.suite(line("x", "x", seed=1))  # which is dropped for such a server
+        args = ("run", suite, "-o", "o", "--journal", "j", "--backend", "openai-url", "--url", url, "--model", "m")
+        code, _, err = self.plain(*args)
+        self.assertEqual(code, 0, err)
+        self.assertIn("the server is mlx-server", err)
+        self.assertNotIn('"seed"', (self.dir / "a.log").read_text())
+        self.forget("a")
+        (self.dir / "busy-with-something").touch()
+        code, _, err = self.plain(*args)
+        self.assertEqual((code, self.asked_of("a")), (0, []), err)
+        self.assertIn("1 answered (1 of them from the journal)", err)
+
     def test_a_server_that_has_another_model_now_is_another_one(self):
         process, url = self.server("a", model="m")
         suite = self.groups(4)
@@ -478,6 +492,11 @@ class Names(WithServers):
             self.assertEqual(code, 2, err)
             self.assertRegex(err, "is given an empty value", option)
             self.assertIn(option if option != "-o" else "--output", err)
+            if option != "-o":
+                code, _, err = self.plain("run", suite, "--backend", "openai-url", option + "=", "x")
+                self.assertEqual(code, 2, err)
+                self.assertIn(option + " is given an empty value", err)
+        self.assertEqual(self.plain("run", suite, "-o=")[0], 2)
         self.assertEqual(self.plain("run", "")[0], 2)
         self.assertEqual(self.plain("merge", "", "x")[0], 2)
         self.assertEqual(self.plain("merge", "out", suite, "--suite", "")[0], 2)

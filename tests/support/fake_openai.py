@@ -105,6 +105,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
+        while os.path.exists("busy-with-something"):
+            time.sleep(0.01)
+        if self.path == "/health" and args.model == "like-mlx":
+            return self.answer(200, json.dumps({"status": "ok"}))
+        if self.path != "/v1/models" and args.model == "like-mlx":
+            return self.answer(404, "{}")
         self.answer(200, json.dumps({"object": "list", "data": [{"id": args.model}]}))
 
     def do_POST(self):

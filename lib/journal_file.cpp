@@ -971,6 +971,9 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
         const auto of = [](const std::string& text) {
             return text.substr(std::min(text.find('/'), text.size()));
         };
+        const auto named = [](const std::string& text) {
+            return text.empty() ? "a whole" : fmt::format("the part \"{}\"", text);
+        };
         const auto whole = [&] {
             auto all = config;
             if (!urls_.empty()) all.emplace_back("url", urls_);
@@ -1009,8 +1012,8 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
                 refuse(fmt::format("the suite is \"{}\", not \"{}\"", summary.suite, suite_));
             if (const auto text = journal_difference(config_, config); !text.empty()) refuse(text);
             if (of(part) != of(shards_.front()))
-                refuse(fmt::format("it is the part \"{}\", the first one is \"{}\"", part,
-                                   shards_.front()));
+                refuse(
+                    fmt::format("it is {}, the first one {}", named(part), named(shards_.front())));
             compare("server", facts_["server"], fact("server"));
             compare("server_version", version_, summary.server_version);
             compare("items of the suite", facts_["items"], fact("items"));

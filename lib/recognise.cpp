@@ -395,6 +395,7 @@ BackendRow with_profile(const BackendRow& row, const Recognition& recognition) {
     it.keep_alive = profile->keep_alive;
     it.backlog = profile->backlog;
     it.accept_interval = profile->accept_interval;
+    it.alone = profile->alone;
     it.in_flight = profile->in_flight;
     it.most_in_flight = profile->most_in_flight;
     it.release = profile->release;

@@ -86,6 +86,12 @@ bool names(const BackendRow& row, std::string_view word) {
                        [&](const auto& entry) { return has(entry.second); });
 }
 
+bool given(std::span<const std::string> arguments, std::string_view option) {
+    return std::any_of(arguments.begin(), arguments.end(), [&](const std::string& it) {
+        return it.starts_with(option) && (it.size() == option.size() || it[option.size()] == '=');
+    });
+}
+
 // The number that the arguments give to an option, "--flag N" or "--flag=N"; the last counts.
 std::optional<unsigned> number_given(std::span<const std::string> arguments,
                                      std::string_view flag) {
@@ -171,11 +177,34 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (starts && !row.cache_flag.empty())
             if (const auto prompts = number_given(options.server_args, row.cache_flag))
                 row.sessions = std::max(*prompts, 3U) - 2;
+        if (starts)
+            for (const auto& it : row.alone)
+                if (!it.option.empty() && given(options.server_args, it.option)) alone = it;
+        if (alone && options.max_in_flight == 0) {
+            row.in_flight = 1;
+            row.most_in_flight = 0;
+        }
         // The name of a folder that we have not chosen is not known.
         if (!starts && row.served_model.find('{') != std::string::npos) row.served_model.clear();
         model = row.served_model.empty() ? options.model : filled_in(row.served_model);
         if (!options.journal.path.empty())
             journal = std::make_unique<Journal>(executor, options.journal);
+    }
+
+    std::string why_alone(unsigned kinds) const {
+        std::string why;
+        if (alone) {
+            why = fmt::format("it has {} ({})", alone->why, alone->option);
+        } else if (row.drop_seed_at_zero && (kinds & 2)) {
+            why = "requests have a seed at a temperature above 0";
+        } else if (row.alone.empty()) {
+            why = "its own limit of requests at once may be 1";
+        } else {
+            for (const auto& it : row.alone)
+                why += fmt::format("{}{}{}", why.empty() ? "what makes it do so is " : ", or ",
+                                   it.why, it.option.empty() ? "" : " (" + it.option + ")");
+        }
+        return fmt::format("{} answers one request at a time: {}", row.name, why);
     }
 
     // The words of a row's command.
@@ -355,6 +384,11 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (starts) {
             if (names(row, "{folder}"))
                 if (auto failure = folder.make()) co_return failure;
+            if (alone && options.log)
+                options.log(why_alone(0) + (options.max_in_flight > 0
+                                                ? ""
+                                                : ", so it is asked one at a time; --max-in-flight "
+                                                  "sets another number"));
             auto failure = co_await start(options.port);
             // Another program took the free port before the server did.
             for (int i = 0; i < 3 && failure.code == Errc::unreachable && options.port == 0; ++i)
@@ -713,7 +747,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     BackendRow row;
     bool starts = false;
     bool closing = false;
-    unsigned own_in_flight = 0; // the row's
+    unsigned own_in_flight = 0;             // the row's
+    std::optional<BackendRow::Alone> alone; // it answers one request at a time
     std::string url, model, version;
     std::string kind;      // of the server, as recognised: its profile, and a router's servers'
     std::string output;    // of the server before it ended the last time
@@ -782,6 +817,11 @@ RequestScheduler& Runtime::backend() { return *impl_->scheduler; }
 HttpBackend& Runtime::server() { return *impl_->http; }
 const BackendRow& Runtime::row() const { return impl_->row; }
 const std::string& Runtime::url() const { return impl_->url; }
+std::string Runtime::one_by_one() const {
+    const auto stats = impl_->scheduler->stats();
+    return stats.one_by_one ? impl_->why_alone(stats.kinds) : std::string();
+}
+
 const std::string& Runtime::server_version() const { return impl_->version; }
 const std::string& Runtime::model() const { return impl_->model; }
 std::vector<Runtime::Replica> Runtime::replicas() const {

@@ -330,6 +330,10 @@ private:
             report_.note(text);
             print(text);
         }
+        if (const auto text = runtime_->one_by_one(); !text.empty()) {
+            report_.note(text);
+            print(text);
+        }
         if (!common_.quiet) {
             print(report_.prefix_cached());
             print(fmt::format(

@@ -74,6 +74,13 @@ struct BackendRow {
     unsigned backlog = 128;                      ///< of its listening socket
     std::chrono::milliseconds accept_interval{}; ///< pace of connections past the backlog
 
+    /// What makes it answer one request at a time, in words, and the option of its command line
+    /// that does; no option: something of the requests or of the model.
+    struct Alone {
+        std::string option, why;
+    };
+    std::vector<Alone> alone;
+
     unsigned in_flight = 16;     ///< requests at once, to start with
     unsigned most_in_flight = 0; ///< to climb to where that pays; 0: it is known, no climbing
     Release release = Release::first_text;
@@ -88,9 +95,9 @@ struct BackendRow {
     std::int64_t cache_tokens = 0; ///< that its cache holds, the running ones too; 0: not known
     unsigned block_tokens = 1;     ///< its cache has whole blocks of so many
     /// Not 0: each arrival and departure makes it copy its whole batch, so that short answers want
-    /// a narrower one. The number in flight is at most sqrt(repack * mean tokens of an answer), but no
-    /// less than 16: decoding an answer costs tokens * weights / width, and packing it in and out
-    /// width * copy.
+    /// a narrower one. The number in flight is at most sqrt(repack * mean tokens of an answer), but
+    /// no less than 16: decoding an answer costs tokens * weights / width, and packing it in and
+    /// out width * copy.
     double repack = 0;
     unsigned refill = 1;             ///< free places to wait for before more is admitted; 1: a flow
     bool tools_before_system = true; ///< where the model's template puts the tools

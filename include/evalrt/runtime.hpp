@@ -87,12 +87,14 @@ public:
             token);
     }
 
-    Backend& front();                          ///< what to ask, once open: the journal, if any
-    Journal* journal();                        ///< null: none
-    RequestScheduler& backend();               ///< once open; past the journal
-    HttpBackend& server();                     ///< once open; past the queue
-    const BackendRow& row() const;             ///< once open: completed
-    const std::string& url() const;            ///< for any client of its wire
+    Backend& front();               ///< what to ask, once open: the journal, if any
+    Journal* journal();             ///< null: none
+    RequestScheduler& backend();    ///< once open; past the journal
+    HttpBackend& server();          ///< once open; past the queue
+    const BackendRow& row() const;  ///< once open: completed
+    const std::string& url() const; ///< for any client of its wire
+    /// That a server was seen to answer one request at a time, and what may be why; else empty.
+    std::string one_by_one() const;
     const std::string& server_version() const; ///< as it tells when it is recognised; or empty
     const std::string& model() const; ///< for a request's "model"; may be empty: the body's own
     /// What came of each server, if there are several.
@@ -103,8 +105,8 @@ public:
         bool up = true;
     };
     std::vector<Replica> replicas() const;
-    bool running() const;             ///< false while a server of ours has ended
-    unsigned restarts() const;        ///< so far
+    bool running() const;      ///< false while a server of ours has ended
+    unsigned restarts() const; ///< so far
     /// The end of what a server of ours wrote (64 KB) before it ended or hung the last time.
     const std::string& server_output() const;
 

@@ -52,6 +52,30 @@ class Engines(unittest.TestCase):
                     break
             self.assertGreater(cached, least * summary["prompt_tokens"], engine)
 
+    def test_a_server_that_does_not_batch_is_told_and_what_may_be_why(self):
+        def note(engine, *arguments, **more):
+            (self.dir / "suite").write_text("\n".join(
+                json.dumps({"messages": [{"role": "user", "content": f"{i} and more of it?"}], "max_tokens": 40} | more)
+                for i in range(24)) + "\n")
+            url = self.serve(engine, "--scale", "0.2", *arguments)
+            said = self.program("run", "suite", "-o", "out", "--url", url, "--json", "s", "--backend",
+                                "mlx-server" if engine == "mlx" else "openai-url").stderr
+            notes = [it for it in json.loads((self.dir / "s").read_text())["notes"] if "one request at a time" in it]
+            for it in notes:
+                self.assertIn(it, said)
+            return notes
+
+        self.assertEqual(note("vllm"), [])
+        self.assertEqual(note("mlx"), [])
+        self.assertEqual(note("vllm", "--batch", "1"),
+                         ["vllm answers one request at a time: its own limit of requests at once may be 1"])
+        self.assertEqual(note("mlx", "--batch", "1"),
+                         ["mlx-server answers one request at a time: what makes it do so is a draft model "
+                          "(--draft-model), or a quantised cache (--kv-bits), or a seed at a temperature above 0, or a "
+                          "model with layers whose caches cannot be put together"])
+        self.assertEqual(note("mlx", "--batch", "1", seed=1, temperature=0.5),
+                         ["mlx-server answers one request at a time: requests have a seed at a temperature above 0"])
+
     def converse(self, url, number, played):
         """An agent, and a user that a model plays, as in tau-bench, or a script. What came of each
         request: tokens of its answer and of its prompt, and how many of these were cached."""

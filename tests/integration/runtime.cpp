@@ -128,6 +128,30 @@ TEST_CASE("a larger prefix cache that the user gives our server lets more conver
     }
 }
 
+TEST_CASE("a server of ours with an option that keeps it from batching is asked one at a time") {
+    for (const std::string argument : {"--kv-bits=4", "--prompt-cache-size=10"}) {
+        CAPTURE(argument);
+        const bool alone = argument == "--kv-bits=4";
+        Stack stack;
+        stack.options.server_args = {argument};
+        stack.open();
+        CHECK(stack.runtime->row().in_flight == (alone ? 1 : 32));
+        CHECK(stack.said.size() == (alone ? 1 : 0));
+        if (alone)
+            CHECK(stack.said.at(0) ==
+                  "mlx-server answers one request at a time: it has a quantised "
+                  "cache (--kv-bits), so it is asked one at a time; "
+                  "--max-in-flight sets another number");
+        CHECK(stack.runtime->one_by_one().empty()); // nothing was asked
+    }
+    Stack stack; // who gives a number knows why
+    stack.options.server_args = {"--kv-bits", "8"};
+    stack.options.max_in_flight = 3;
+    stack.open();
+    CHECK(stack.runtime->row().in_flight == 3);
+    CHECK(stack.said.size() == 1);
+}
+
 TEST_CASE("a request that times out raises the question whether the server works") {
     CHECK(tests::with_longer_limits([](int times) {
         Stack stack;

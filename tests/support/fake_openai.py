@@ -23,6 +23,7 @@ parser.add_argument("--host", default="127.0.0.1")
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--decode-concurrency", type=int)
 parser.add_argument("--prompt-cache-size", type=int)
+parser.add_argument("--kv-bits", type=int)
 args = parser.parse_args()
 if os.path.islink(sys.argv[0]):  # a server with a log of its own
     os.environ["FAKE_OPENAI_LOG"] = sys.argv[0] + ".log"

@@ -443,6 +443,33 @@ TEST_CASE("a batch that the planner held back is completed when it lets go") {
     CHECK(queue.next() == Ids{2, 3, 4});
 }
 
+TEST_CASE("a server whose texts come one after the other does not batch") {
+    const auto run = [](unsigned limit, int together, std::int64_t tokens) {
+        Queue queue(in_flight(limit));
+        queue.submit(1, 40);
+        std::deque<RequestId> running;
+        while (true) {
+            for (const auto id : queue.next()) running.push_back(id);
+            if (running.empty()) break;
+            std::vector<RequestId> now;
+            for (int i = 0; i < together && !running.empty(); ++i) {
+                now.push_back(running.front());
+                running.pop_front();
+            }
+            for (std::int64_t n = 0; n < tokens; ++n)
+                for (const auto id : now) queue.core.text(id, start);
+            Response response;
+            response.usage.completion_tokens = tokens;
+            for (const auto id : now) queue.core.ended(id, response, false, start);
+        }
+        return queue.core.stats(start).one_by_one;
+    };
+    CHECK(run(8, 1, 20));
+    CHECK_FALSE(run(8, 2, 20));
+    CHECK_FALSE(run(3, 1, 20)); // too few were asked to say
+    CHECK_FALSE(run(8, 1, 2));  // an answer as short has ended before the next one begins
+}
+
 TEST_CASE("a planner is told how many places are free") {
     RadixPlanner::Options of;
     of.leaders = 1;

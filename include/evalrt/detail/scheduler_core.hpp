@@ -44,6 +44,9 @@ struct SchedulerStats {
     double prefill_rate = 0;    ///< tokens a second, the best seen; 0: not seen
     double decode_rate = 0;     ///< pieces of text a second, the best seen; 0: not seen
     std::uint64_t pieces = 0;   ///< of text
+    /// With several on the way a server's texts came one after the other: it does not batch.
+    bool one_by_one = false;
+    unsigned kinds = 0; ///< all bits of Prompt::kind that there were
 };
 
 namespace detail {
@@ -65,6 +68,7 @@ public:
         Item& item = items_[id];
         item.prompt = std::move(prompt);
         item.deadline = deadline;
+        stats_.kinds |= item.prompt.kind;
         if (deadline != Point::max()) deadlines_.emplace(deadline, id);
         if (item.prompt.output_tokens)
             for (auto& it : servers_) it.limiter.expect(*item.prompt.output_tokens);
@@ -88,6 +92,8 @@ public:
         if (it == items_.end() || it->second.state != State::running) return;
         auto& server = servers_[it->second.server];
         server.limiter.tokens(1, server.running >= server.limiter.limit() && waiting_ > 0, now);
+        ++server.pieces;
+        server.together += server.with_text > 1;
         if (it->second.has_text) return rates_.text(now);
         rates_.first_text(now);
         server.limiter.first_text(now);
@@ -117,6 +123,8 @@ public:
             server.breaker.alive();
             ++stats_.answered;
             server.refusals = 0;
+            if (had_text && server.running + 1 >= several && answer_of_some_length(response))
+                ++server.beside;
             if (!had_text) // it came in one piece
                 server.limiter.tokens(double(response.usage.completion_tokens.value_or(1)),
                                       server.running + 1 >= server.limiter.limit() && waiting_ > 0,
@@ -295,6 +303,9 @@ public:
         stats_.prefill_rate = rates_.prefill();
         stats_.decode_rate = rates_.decode();
         stats_.pieces = rates_.pieces();
+        stats_.one_by_one = std::any_of(servers_.begin(), servers_.end(), [](const Server& it) {
+            return it.beside >= enough_beside && it.together * 20 < it.pieces;
+        });
         stats_.most_limit = std::max(stats_.most_limit, stats_.limit);
         return stats_;
     }
@@ -328,8 +339,16 @@ private:
         unsigned running = 0, with_text = 0; // with_text: of those
         bool refilling = true;
         Point paused_until{};
-        unsigned refusals = 0; // for its load, with no answer between
+        unsigned refusals = 0;                  // for its load, with no answer between
+        std::uint64_t pieces = 0, together = 0; // of text; while another one had text, too
+        unsigned beside = 0;                    // answers that ended with several on the way
     };
+
+    // What has to be seen of a server to say that it answers one request at a time.
+    static constexpr unsigned several = 4, enough_beside = 8;
+    static bool answer_of_some_length(const Response& response) {
+        return response.usage.completion_tokens.value_or(0) >= several;
+    }
 
     static unsigned allowed(const Server& it, Point now) {
         return it.breaker.allowed(it.limiter.limit(), now);

@@ -531,10 +531,10 @@ private:
         std::size_t front = 0; // of the bytes, which are computed first
         Cold cold;             // that the server did not have
         int turn = 0;
-        bool streamed = true;
-        std::size_t followers = 0; // that wait for it, as a leader
-        bool filling = false;      // it runs, and what is cold is being prefilled
+        std::uint32_t followers = 0; // that wait for it, as a leader
         std::uint32_t client = 0;
+        bool streamed = true;
+        bool filling = false; // it runs, and what is cold is being prefilled
     };
     struct Client {
         std::size_t waiting = 0;

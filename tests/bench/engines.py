@@ -146,7 +146,11 @@ class Bench:
         auto = got["planned"]
         ratio = auto["prefilled"] / auto["bound_prefilled"]
         most = {"vllm": 1.05, "sglang": 1.05, "mlx": 1.05, "omlx": 1.4, "llama": None if turns else 1.25}[engine]
-        self.figure(suite, engine, "prefilled / trie bound", ratio, most, False, prefilled=auto["prefilled"])
+        limit = {}
+        if engine == "mlx" and ratio > most:  # the same plan, and only the cache is another
+            other = self.run(path, "mlx:32:64", "planned")["planned"]
+            limit = {"limit": f"its 10 entries: with 64 {other['prefilled'] / other['bound_prefilled']:.3f}"}
+        self.figure(suite, engine, "prefilled / trie bound", ratio, most, False, prefilled=auto["prefilled"], **limit)
         paged = engine in ("vllm", "sglang")
         most = (1.30 if turns else 1.10) if paged else 1.5 if engine == "mlx" and not turns else None
         self.figure(suite, engine, "makespan / lower bound", auto["seconds"] / auto["bound_seconds"], most, False,
@@ -159,7 +163,13 @@ class Bench:
         self.figure(suite, engine, f"file order / planned, {n} in flight", gains[n], 1.3 if exceeds else 0.98,
                     file_prefilled=round(wasted, 3))
         least = min(gains, key=gains.get)
-        self.figure(suite, engine, "the least of these, at any number", gains[least], 0.98, in_flight=least)
+        limit = {}
+        if engine == "llama" and gains[least] < 0.98:
+            other = self.run(path, "llama:4:0", f"file:{least}", f"planned:{least}")
+            gain = other[f"file:{least}"]["seconds"] / other[f"planned:{least}"]["seconds"]
+            limit = {"limit": f"{least} in flight for 4 slots; file order has all prefixes from the host's memory for "
+                              f"nothing: without it {gain:.3f}"}
+        self.figure(suite, engine, "the least of these, at any number", gains[least], 0.98, in_flight=least, **limit)
         best = min(widths, key=lambda n: got[f"planned:{n}"]["seconds"])
         self.figure(suite, engine, "in flight found by itself / best fixed", auto["seconds"] / got[f"planned:{best}"]["seconds"],
                     1.10, False, best=best, found=auto["limit"], after_fifth=auto["limit_after_fifth"],
@@ -185,7 +195,9 @@ class Bench:
         for row in self.figures:
             goal = "" if row["goal"] is None else f"{'>=' if row['at_least'] else '<='} {row['goal']:g}"
             verdict = {True: "ok", False: "MISSED", None: ""}[row["good"]]
-            print(f"{row['suite']:<16} {row['engine']:<7} {row['figure']:<46} {row['value']:>8g}  {goal:<8} {verdict}", file=sys.stderr)
+            limit = f" ({row['limit']})" if "limit" in row else ""
+            print(f"{row['suite']:<16} {row['engine']:<7} {row['figure']:<46} {row['value']:>8g}  {goal:<8} {verdict}{limit}",
+                  file=sys.stderr)
 
 
 def main():

@@ -205,6 +205,20 @@ TEST_CASE("--shard auto reads what schedulers set, Open MPI before Slurm before 
     CHECK_FALSE(read("auto/2", {{"JOB_COMPLETION_INDEX", "2"}}, error));
 }
 
+TEST_CASE("--shard auto: a rank that is alone is no part of an array of several tasks") {
+    std::string error;
+    std::map<std::string, std::string> env{{"OMPI_COMM_WORLD_RANK", "0"},
+                                           {"OMPI_COMM_WORLD_SIZE", "1"},
+                                           {"SLURM_ARRAY_TASK_ID", "1"},
+                                           {"SLURM_ARRAY_TASK_COUNT", "2"}};
+    CHECK_FALSE(read("auto", env, error));
+    CHECK(error.find("SLURM_ARRAY_TASK_COUNT is more") != error.npos);
+    env["SLURM_ARRAY_TASK_COUNT"] = "1";
+    CHECK(read("auto", env, error));
+    env.erase("SLURM_ARRAY_TASK_COUNT");
+    CHECK(read("auto", env, error));
+}
+
 TEST_CASE("--shard auto: what the scheduler says stands, and its numbers must have no gaps") {
     std::string error;
     CHECK_FALSE(

@@ -140,6 +140,11 @@ std::optional<ShardChoice> read_shard(std::string_view text, Get get, std::strin
         const char* counts = "OMPI_COMM_WORLD_SIZE";
         if ((index = variable("OMPI_COMM_WORLD_RANK"))) {
             of = variable(counts);
+            // Every task of an array would run the whole.
+            if (error.empty() && of == 1u && variable("SLURM_ARRAY_TASK_COUNT").value_or(1) > 1)
+                return fail("--shard " + given +
+                            ": OMPI_COMM_WORLD_SIZE is 1 and SLURM_ARRAY_TASK_COUNT is more; start "
+                            "evalrt without mpirun, or give $SLURM_ARRAY_TASK_ID/N");
         } else if (error.empty() && (index = variable("SLURM_ARRAY_TASK_ID"))) {
             of = variable(counts = "SLURM_ARRAY_TASK_COUNT");
             const auto first = variable("SLURM_ARRAY_TASK_MIN").value_or(0);

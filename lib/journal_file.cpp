@@ -393,24 +393,30 @@ void JournalFile::connect(int flags, const std::string& uri) {
 
 // Whole or not at all: made beside its place, then moved there.
 void JournalFile::create() {
-    const auto path = path_;
-    const auto made = path + ".new";
-    ::unlink(made.c_str());
-    ::unlink((made + "-journal").c_str());
-    path_ = made;
-    connect(SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE);
-    execute("PRAGMA page_size = 16384");
-    execute(fmt::format("PRAGMA application_id = {}; PRAGMA user_version = {}; BEGIN; {} COMMIT",
+    const auto made = path_ + ".new";
+    const auto clear = [&made] {
+        for (const auto* end : {"", "-journal", "-wal", "-shm"}) ::unlink((made + end).c_str());
+    };
+    clear();
+    try {
+        connect(SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE, made);
+        execute("PRAGMA page_size = 16384");
+        execute(
+            fmt::format("PRAGMA application_id = {}; PRAGMA user_version = {}; BEGIN; {} COMMIT",
                         application_id, format_version, schema)
                 .c_str());
-    execute("PRAGMA journal_mode = WAL");
-    ::sqlite3_close(db_);
-    db_ = nullptr;
-    path_ = path;
-    if (::rename(made.c_str(), path.c_str()) != 0)
-        throw Trouble{{JournalErrc::unwritable,
-                       fmt::format("cannot write the journal {}: {}", path, std::strerror(errno))}};
-    auto folder = std::filesystem::path(path).parent_path();
+        execute("PRAGMA journal_mode = WAL");
+        ::sqlite3_close(db_);
+        db_ = nullptr;
+        if (::rename(made.c_str(), path_.c_str()) != 0)
+            throw Trouble{{JournalErrc::unwritable, fmt::format("cannot write the journal {}: {}",
+                                                                path_, std::strerror(errno))}};
+    } catch (...) {
+        ::sqlite3_close(std::exchange(db_, nullptr));
+        clear();
+        throw;
+    }
+    auto folder = std::filesystem::path(path_).parent_path();
     if (folder.empty()) folder = ".";
     if (const int fd = ::open(folder.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
         ::fsync(fd);

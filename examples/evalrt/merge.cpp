@@ -101,9 +101,10 @@ public:
         std::ofstream file(to, std::ios::binary | std::ios::trunc);
         if (file) fill(file);
         file.close();
-        if (!file) return unwritable(to);
-        if (!through_ && std::rename(to.c_str(), path_.c_str()) != 0) return unwritable(path_);
-        return exit_answered;
+        if (file && (through_ || std::rename(to.c_str(), path_.c_str()) == 0)) return exit_answered;
+        const int code = unwritable(file ? path_ : to);
+        if (!through_) std::remove(to.c_str());
+        return code;
     }
 
 private:
@@ -254,10 +255,7 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
     }
     for (std::size_t i = 1; i <= count; ++i)
         if (!lines.contains(i)) missing.push_back(i);
-    if (count == 0) {
-        say("there is no item in any of these files");
-        return exit_failed;
-    }
+    if (count == 0) return fail("there is no item in any of these files");
     if (const int code = out.write([&](std::ostream& file) {
             for (const auto& [number, line] : lines) {
                 file << line.text << '\n';
@@ -302,10 +300,7 @@ int merge_results(const Target& out, const std::vector<std::string>& shards) {
         }
     }
     const auto count = all.size();
-    if (count == 0) {
-        say("there is no row in any of these files");
-        return exit_failed;
-    }
+    if (count == 0) return fail("there is no row in any of these files");
     const auto text = bfcl::results_text(std::move(all));
     if (const int code = out.write([&](std::ostream& file) { file << text; })) return code;
     // The numbers of a category have no gaps; where they end is not known here.

@@ -667,6 +667,15 @@ class FullDisk(Base):
         self.assertEqual([row["custom_id"] for row in self.out()], [f"q{i}" for i in range(count)])
 
 
+    def test_a_journal_that_does_not_fit_at_all_leaves_nothing_behind(self):
+        small = self.small_disk("tiny", "-o", "size=16k")
+        suite = self.suite(line("a", "x"))
+        code, _, err = self.run_program("run", suite, "-o", "o", *self.own(), "--journal", small / "j")
+        self.assertEqual(code, 4, err)
+        self.assertIn(f"cannot write the journal {small / 'j'}: the disk is full", err)
+        self.assertEqual(os.listdir(small), [])
+
+
 @unittest.skipIf(SANITIZED, "sanitizers and strace both trace")
 @unittest.skipUnless(shutil.which("strace"), "strace is not installed")
 class BrokenDisk(Base):

@@ -348,7 +348,7 @@ class SeveralServers(WithServers):
         (self.dir / "empty").touch()
         (self.dir / "void").touch()
         code, err = self.merge("nothing", "empty", "void")
-        self.assertEqual(code, 1, err)
+        self.assertEqual(code, 2, err)
         self.assertIn("no item in any", err)
         self.assertFalse((self.dir / "nothing").exists())
         code, err = self.merge("some", "o.0", "empty", "--suite", suite)
@@ -442,6 +442,15 @@ class Names(WithServers):
             self.assertEqual(code, 2, err)
             self.assertIn("folder is a folder", err)
         self.assertFalse([name for name in self.files() if name.endswith(".tmp")])
+
+    def test_what_does_not_fit_leaves_nothing_behind(self):
+        _, url = self.server()
+        self.parts(self.groups(12), url, url)
+        small = self.small_disk("tiny", "-o", "size=4k")
+        for parts in (("o.0", "o.1"), ("j.0", "j.1")):
+            code, err = self.merge(small / "x", *parts)
+            self.assertEqual(code, 4, err)
+            self.assertEqual(os.listdir(small), [])
 
     def test_outputs_go_to_standard_output_and_through_pipes(self):
         _, url = self.server()

@@ -269,6 +269,8 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                 return it->known(options, asked_for, *found);
             },
             [this, found, handler = std::move(handler)](Failure failure) mutable {
+                if (failure.code == JournalErrc::changed)
+                    found->refused = std::move(failure.detail);
                 detail::complete(executor, std::move(handler), failure.code, std::move(*found));
             });
     }

@@ -546,12 +546,23 @@ JournalFile::Found JournalFile::find_run(const JournalOptions& options, const Jo
     return found;
 }
 
+void JournalFile::refuse_changed(const Found& found) const {
+    if (found.run == 0 && !found.same && !found.difference.empty())
+        throw Trouble{{JournalErrc::changed,
+                       fmt::format("the journal {} belongs to another configuration: {}; give "
+                                   "--journal another file, or --journal-mode append to add a run "
+                                   "to this one",
+                                   path_, found.difference)}};
+}
+
 Failure JournalFile::known(const JournalOptions& options, const JournalRun& run,
                            JournalKnown& out) {
     return guarded("read", [&] {
         auto found = find_run(options, run, field(run.identity, "model").empty());
-        if (found.run == 0)
-            throw Trouble{{JournalErrc::changed, "the journal has no such run in it"}};
+        if (found.run == 0) {
+            refuse_changed(found);
+            throw Trouble{{JournalErrc::changed, {}}}; // it would be a new one
+        }
         out.model = field(found.config, "model");
         out.server = found.facts["server"];
         out.server_version = found.server_version;
@@ -562,12 +573,7 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
     return guarded("write", [&] {
         // Begun already: a second time with a version that was not known the first time.
         auto found = find_run(options, run, false);
-        if (found.run == 0 && !found.same && !found.difference.empty())
-            throw Trouble{{JournalErrc::changed,
-                           fmt::format("the journal {} belongs to another configuration: {}; give "
-                                       "--journal another file, or --journal-mode append to add a "
-                                       "run to this one",
-                                       path_, found.difference)}};
+        refuse_changed(found);
         auto run_id = found.run;
         execute("BEGIN IMMEDIATE");
         if (run_id == 0) {

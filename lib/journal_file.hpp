@@ -90,6 +90,7 @@ private:
     void set_fact(std::int64_t run, std::string_view name, std::string_view value);
     struct Found;
     Found find_run(const JournalOptions& options, const JournalRun& run, bool any_model);
+    void refuse_changed(const Found& found) const;
     void check_place();
     void execute(const char* sql);
     Statement& prepare(std::unique_ptr<Statement>& slot, const char* sql);

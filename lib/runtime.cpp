@@ -337,6 +337,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     asio::awaitable<std::optional<JournalKnown>> recall() {
         auto run = journal_run();
         auto [ec, known] = co_await journal->async_known(std::move(run), token());
+        if (!known.refused.empty()) refused = {ec, std::move(known.refused)};
         if (ec) co_return std::nullopt;
         if (kind.empty()) {
             row = detail::with_profile(row, kind_of(known.server));
@@ -410,7 +411,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                                 gone ? gone.detail : "the server does not name its models"));
                 co_return without_server();
             }
-            if (gone) co_return gone;
+            if (gone) co_return refused ? refused : gone;
             if (!listed) { // it may be starting
                 if (auto failure = co_await first_token(http_options())) co_return failure;
                 co_await find_model();
@@ -768,6 +769,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     std::unique_ptr<detail::ReplicaBackend> replicas;
     std::unique_ptr<RequestScheduler> scheduler;
     std::unique_ptr<Journal> journal;
+    Failure refused; // by the journal: it is another configuration's
 };
 
 Runtime::Runtime(asio::any_io_executor executor, RuntimeOptions options)

@@ -66,6 +66,7 @@ struct JournalRun {
 /// What a journal says of the server of a run that could be gone on with.
 struct JournalKnown {
     std::string model, server, server_version; ///< empty: it was not known
+    std::string refused; ///< no such run, and async_begin() would refuse to begin one: its words
 };
 
 /// Stands between the callers and another Backend. An item is a request and its occurrence: the

@@ -384,6 +384,19 @@ class Finished(WithServers):
             self.assertEqual(len(self.held(f"j{n}")), 8)
             suite = self.groups(8)
 
+    def test_at_an_address_that_is_not_its_own_the_journal_says_so_if_nobody_is_there(self):
+        process, url = self.server(model="m")
+        suite = self.groups(4)
+        args = ("run", suite, "-o", "o", "--journal", "j", "--backend", "openai-url", "--url")
+        self.assertEqual(self.plain(*args, url)[0], 0)
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))  # and does not listen
+            other = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"
+            code, _, err = self.plain(*args, other)
+            self.assertEqual(code, 4, err)
+            self.assertIn(f'url was "{url}" and is "{other}"', err)
+            self.assertEqual(self.plain(*args, other, "--journal-mode", "append")[0], 3)
+
     def test_a_server_that_is_too_busy_to_say_what_it_is_gets_what_it_got(self):
         _, url = self.server("a", model="like-mlx")
         suite = self.suite(line("x", "x", seed=1))  # which is dropped for such a server

@@ -254,7 +254,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                     last_item = begun->last_item;
                     last_outcome = begun->last_outcome;
                     resumed = begun->resumed > 0;
-                    fresh = index.size() == 0;
+                    fresh = index.size() == 0 && !index.all_by_name();
                 }
                 answer(std::move(handler), std::move(failure));
             });
@@ -313,7 +313,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         } else {
             const auto body = sent(request);
             const auto key = detail::journal_key(identity, request.endpoint, body);
-            decision = index.next(key);
+            decision = index.next(index.place(key, request.name));
             live.entry = decision.entry;
             live.repeatable = at_temperature_zero(body);
             live.item = decision.item;
@@ -584,6 +584,8 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     void suite_asked() {
         if (!resumed || fresh || broken || closed) return;
+        if (index.all_by_name())
+            flush(); // the file knows the suite's items before it knows the end
         work(
             [items = index.unasked()](std::unique_ptr<detail::JournalFile>& it) {
                 return it ? it->retire(items) : Failure();
@@ -683,7 +685,8 @@ bool Journal::holds(const std::vector<const Request*>& requests) const {
     for (const auto* request : requests) {
         const auto key =
             detail::journal_key(impl_->identity, request->endpoint, impl_->sent(*request));
-        if (impl_->index.decide(key, counts.next(key)).outcome == 0) return false;
+        const auto place = impl_->index.place(key, request->name);
+        if (impl_->index.decide(place, counts.next(place)).outcome == 0) return false;
     }
     return true;
 }

@@ -23,6 +23,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <thread>
 #include <unordered_map>
 
@@ -163,6 +164,28 @@ JournalFields config_of(const JournalOptions& options, const JournalRun& run) {
     return config;
 }
 
+// By name, or by the name of its file.
+bool one_suite(std::string_view a, std::string_view b) {
+    if (a == b) return true;
+    const auto at = a.find('/');
+    if (at == a.npos || b.substr(0, b.find('/')) != a.substr(0, at)) return false;
+    const auto file = [at](std::string_view name) {
+        std::error_code none;
+        return std::filesystem::weakly_canonical(name.substr(at), none);
+    };
+    return !file(a).empty() && file(a) == file(b);
+}
+
+std::vector<std::string> words_of(std::string_view text) {
+    std::vector<std::string> words;
+    for (std::size_t at = 0; at < text.size();) {
+        const auto end = std::min(text.find(' ', at), text.size());
+        if (end > at) words.emplace_back(text.substr(at, end - at));
+        at = end + 1;
+    }
+    return words;
+}
+
 // One of them is said to be all of the other's.
 bool alike(std::string_view some, std::string_view others) {
     return (some.empty() && others.empty()) || addresses_in(some, others) ||
@@ -280,8 +303,9 @@ void JournalFile::trouble(int code, const char* doing) {
     else if (primary == SQLITE_READONLY)
         why = "it is read-only";
     if (errc == JournalErrc::corrupt)
-        throw Trouble{{errc, fmt::format("the journal {} is damaged ({}); it is left as it is: "
-                                         "move it away, or restore a copy",
+        throw Trouble{{errc, fmt::format("the journal {} is damaged ({}), or a copy without its "
+                                         "-wal; it is left as it is: move it away, or restore a "
+                                         "copy",
                                          path_, why)}};
     throw Trouble{{errc, fmt::format("cannot {} the journal {}: {}", doing, path_, why)}};
 }
@@ -504,16 +528,16 @@ struct JournalFile::Found {
     Facts facts;
 };
 
-// The latest run of this suite with this configuration; once begun, the one that was.
+// The latest run of this suite with this configuration, by its name or else by its content; once
+// begun, the one that was.
 JournalFile::Found JournalFile::find_run(const JournalOptions& options, const JournalRun& run,
                                          bool any_model) {
     Found found;
     const auto config = config_of(options, run);
-    bool same_suite = false;
+    bool same_suite = false, named = false;
     Statement runs(*this, "SELECT id, suite, config, server_version, identity FROM runs "
                           "ORDER BY id DESC");
-    while ((options.mode == JournalMode::resume || run_ > 0) && found.run == 0 &&
-           runs.step("read")) {
+    while ((options.mode == JournalMode::resume || run_ > 0) && !named && runs.step("read")) {
         if (run_ > 0 && runs.integer(0) != run_) continue;
         const auto stored = from_json(runs.text(2));
         auto before = stored, now = config;
@@ -531,9 +555,12 @@ JournalFile::Found JournalFile::find_run(const JournalOptions& options, const Jo
         compare("server", facts_of["server"], run.server);
         compare("server_version", runs.text(3), run.server_version);
         const auto text = journal_difference(before, now);
-        const bool suite = runs.text(1) == std::string_view(options.suite);
+        const bool name = one_suite(runs.text(1), options.suite);
+        const bool suite =
+            name || (!options.content.empty() && facts_of["content"] == options.content);
         found.same |= text.empty();
-        if (text.empty() && suite) {
+        if (text.empty() && suite && (name || found.run == 0)) {
+            named = name;
             found.run = runs.integer(0);
             found.config = stored;
             found.server_version = std::string(runs.text(3));
@@ -591,9 +618,13 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
             update.add(std::string_view(run.server_version)).add(run_id).step("write");
         }
         if (!run.server.empty()) set_fact(run_id, "server", run.server);
-        set_fact(run_id, "items",
-                 options.whole_items > 0 ? std::to_string(options.whole_items) : "");
-        set_fact(run_id, "cut", options.cut);
+        // What was joined knows better, until the whole has been asked.
+        if (options.whole_items > 0 || found.facts["by_name"] != "all") {
+            set_fact(run_id, "items",
+                     options.whole_items > 0 ? std::to_string(options.whole_items) : "");
+            set_fact(run_id, "cut", options.cut);
+        }
+        set_fact(run_id, "content", options.content);
         if (session_ == 0) {
             started_ = unix_ms();
             Statement insert(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, ?, ?)");
@@ -662,16 +693,37 @@ void JournalFile::read_index(const JournalOptions& options, const JournalRun& ru
             alike(urls, field(from_json(runs.text(3)), "url")))
             related.push_back(runs.integer(0));
 
-    Statement items(*this, "SELECT id, run, key, occurrence FROM items");
+    const auto key_of = [this](const Statement& row, int column) {
+        JournalKey key;
+        const auto bytes = row.text(column);
+        if (bytes.size() != sizeof key) trouble(SQLITE_CORRUPT, "read");
+        std::memcpy(&key, bytes.data(), sizeof key);
+        return key;
+    };
+    const auto how = facts(run_id)["by_name"];
+    JournalCounts counts;
+    if (!how.empty()) {
+        JournalKeys repeated;
+        Statement keys(*this, "SELECT key FROM items WHERE run = ?");
+        keys.add(run_id);
+        while (keys.step("read"))
+            if (const auto key = key_of(keys, 0); counts.next(key) == 1) repeated.insert(key);
+        out.index.by_name(how == "all", std::move(repeated));
+    }
+    Statement items(*this, how.empty() ? "SELECT id, run, key, occurrence FROM items"
+                                       : "SELECT id, run, key, occurrence, name FROM items");
     while (items.step("read")) {
         const auto id = items.integer(0), of = items.integer(1);
         const bool own = of == run_id;
         if (!own && std::find(related.begin(), related.end(), of) == related.end()) continue;
-        JournalKey key;
-        const auto bytes = items.text(2);
-        if (bytes.size() != sizeof key) trouble(SQLITE_CORRUPT, "read");
-        std::memcpy(&key, bytes.data(), sizeof key);
-        auto& entry = out.index.entry(key, std::uint32_t(items.integer(3)));
+        auto key = key_of(items, 2);
+        auto occurrence = std::uint32_t(items.integer(3));
+        if (!how.empty())
+            if (const auto place = out.index.place(key, items.text(4)); place != key) {
+                key = place; // a name's own
+                occurrence = own ? counts.next(key) : 0;
+            }
+        auto& entry = out.index.entry(key, occurrence);
         if (own) entry.item = id;
         (own ? entries[std::size_t(id)] : foreign[std::size_t(id)].entry) = &entry;
     }
@@ -871,6 +923,12 @@ Failure JournalFile::retire(const std::vector<std::int64_t>& items) {
         Statement there(*this, "SELECT 1 FROM sqlite_master WHERE name = 'retired'");
         const bool made = there.step("read");
         there.reset();
+        if (facts(run_)["by_name"] == "all") { // the items are the suite's now, not the parts'
+            execute("BEGIN IMMEDIATE");
+            for (const auto* name : {"items", "cut", "parts"}) set_fact(run_, name, "");
+            if (items.empty()) set_fact(run_, "by_name", "repeats");
+            execute("COMMIT");
+        }
         if (items.empty() && !made) return;
         execute("BEGIN IMMEDIATE");
         execute("CREATE TABLE IF NOT EXISTS retired(session INTEGER, item INTEGER)");
@@ -978,6 +1036,10 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
         const auto config = without(without(summary.config, "shard"), "url");
         const auto url = field(summary.config, "url"), part = field(summary.config, "shard");
         const auto known = shard.facts(run);
+        const auto fact = [&](std::string_view name) {
+            const auto it = known.find(name);
+            return it == known.end() ? std::string() : it->second;
+        };
         Statement who(shard, "SELECT identity FROM runs WHERE id = ?");
         who.add(run).step("read");
         const auto of = [](const std::string& text) {
@@ -986,6 +1048,9 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
         const auto named = [](const std::string& text) {
             return text.empty() ? "a whole" : fmt::format("the part \"{}\"", text);
         };
+        // One that was joined has several.
+        auto parts = part.empty() ? words_of(fact("parts")) : std::vector{part};
+        if (parts.empty()) parts.emplace_back();
         const auto whole = [&] {
             auto all = config;
             if (!urls_.empty()) all.emplace_back("url", urls_);
@@ -996,10 +1061,6 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             if (!was.empty() && !is.empty() && was != is)
                 refuse(journal_difference({{name, was}}, {{name, is}}));
             if (was.empty()) was = is;
-        };
-        const auto fact = [&](std::string_view name) {
-            const auto it = known.find(name);
-            return it == known.end() ? std::string() : it->second;
         };
         if (run_ == 0) {
             suite_ = summary.suite;
@@ -1020,18 +1081,32 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             session_ = ::sqlite3_last_insert_rowid(db_);
             execute("COMMIT");
         } else {
-            if (summary.suite != suite_)
-                refuse(fmt::format("the suite is \"{}\", not \"{}\"", summary.suite, suite_));
+            const auto content = fact("content");
+            const bool both_known = !content.empty() && !facts_["content"].empty();
+            const bool same_content = both_known && content == facts_["content"];
+            if (!same_content && !one_suite(summary.suite, suite_))
+                refuse(fmt::format("the suite is \"{}\", not \"{}\"{}", summary.suite, suite_,
+                                   both_known ? ", and has other items" : ""));
             if (const auto text = journal_difference(config_, config); !text.empty()) refuse(text);
-            if (of(part) != of(shards_.front()))
-                refuse(
-                    fmt::format("it is {}, the first one {}", named(part), named(shards_.front())));
+            if (of(parts.front()) != of(shards_.front())) {
+                const auto& whole_one = parts.front().empty() ? parts : shards_;
+                refuse(fmt::format(
+                    "it is {}, the first one {}{}", named(parts.front()), named(shards_.front()),
+                    whole_one.front().empty()
+                        ? " (if the whole was joined from parts: join all of them anew)"
+                        : ""));
+            }
             compare("server", facts_["server"], fact("server"));
             compare("server_version", version_, summary.server_version);
             compare("items of the suite", facts_["items"], fact("items"));
             if (!facts_["cut"].empty() && !fact("cut").empty() && facts_["cut"] != fact("cut"))
                 refuse("the suite was cut at other places: it, or an option, was changed between "
                        "them");
+            if (both_known && !same_content)
+                refuse("the suite was changed between them: run the parts again that were run "
+                       "before it (the same command asks only for what is new)");
+            for (const auto* name : {"cut", "content"})
+                if (facts_[name].empty()) facts_[name] = fact(name);
             if (identity_ != who.text(0))
                 refuse("an earlier version of evalrt wrote one of them, with the address in its "
                        "keys; join the outputs");
@@ -1040,7 +1115,7 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             Statement update(*this, "UPDATE runs SET config = ?, server_version = ?");
             update.add(std::string_view(all)).add(std::string_view(version_)).step("write");
         }
-        shards_.push_back(part);
+        shards_.insert(shards_.end(), parts.begin(), parts.end());
 
         std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
         Statement outcomes(shard, "SELECT id, item, failure FROM outcomes");
@@ -1116,19 +1191,32 @@ Failure JournalFile::added(JournalMerge& result) {
         if (shards_.empty())
             throw Trouble{{JournalErrc::foreign, "none of these journals has a run in it: no shard "
                                                  "has come as far as its first request"}};
-        execute("BEGIN IMMEDIATE");
-        for (const auto* name : {"server", "items"}) set_fact(run_, name, facts_[name]);
-        execute("COMMIT");
-        if (shards_.front().empty()) return;
-        const auto of = shards_.front().substr(shards_.front().find('/'));
-        for (long i = 0, count = std::atol(of.c_str() + 1); i < count; ++i)
-            if (const auto part = std::to_string(i) + of;
-                std::find(shards_.begin(), shards_.end(), part) == shards_.end())
-                result.missing.push_back(part);
+        std::string parts;
+        if (!shards_.front().empty()) {
+            const std::set<std::string> there(shards_.begin(), shards_.end());
+            const auto of = shards_.front().substr(shards_.front().find('/'));
+            for (long i = 0, count = std::atol(of.c_str() + 1); i < count; ++i) {
+                const auto part = std::to_string(i) + of;
+                if (there.contains(part))
+                    parts += (parts.empty() ? "" : " ") + part;
+                else
+                    result.missing.push_back(part);
+            }
+        }
         // A shard's first session writes all of its items, one that is missing none.
         const auto whole = std::atoll(facts_["items"].c_str());
+        const auto more = parts.empty() ? 0 : whole - result.items;
+        const bool repeats = std::any_of(occurrences_.begin(), occurrences_.end(),
+                                         [](const auto& it) { return it.second > 1; });
+        facts_["parts"] = parts;
+        facts_["by_name"] = more > 0 || !result.missing.empty() ? "all" : repeats ? "repeats" : "";
+        execute("BEGIN IMMEDIATE");
+        for (const auto* name : {"server", "items", "cut", "content", "parts", "by_name"})
+            set_fact(run_, name, facts_[name]);
+        execute("COMMIT");
+        if (parts.empty()) return;
         result.counted = result.missing.empty() || whole > 0;
-        if (const auto more = whole - result.items; more > 0) {
+        if (more > 0) {
             result.items += more;
             result.not_run += more;
         }

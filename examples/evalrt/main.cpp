@@ -324,6 +324,14 @@ int run(Options& options, const std::string& path, std::string out, bool skip_in
         batch::override_member(input, "temperature", fmt::format("{}", *options.temperature));
     }
     if (only_plan) return dry_run(input, options, started);
+    if (!kept.empty()) {
+        SuiteContent content("run");
+        for (std::size_t i = 0; i < input.items.size(); ++i) {
+            if (i % 16384 == 16383) batch::let_go();
+            content.add(input.items[i].custom_id, input.items[i].request);
+        }
+        options.common.runtime.journal.content = content.digest();
+    }
     if (options.part) {
         keep_shard(input, options);
         if (input.items.empty() && out.empty()) return exit_answered;
@@ -448,6 +456,11 @@ int run_bfcl(Options& options, BfclOptions asked) {
             origins.push_back({std::move(item), files.size(), open});
         }
         files.push_back(std::move(file));
+    }
+    if (journalled) {
+        SuiteContent content("bfcl");
+        for (const auto& job : suite.jobs) content.add(job.id, job.request);
+        runtime.journal.content = content.digest();
     }
     if (options.part) {
         const auto made = plan(

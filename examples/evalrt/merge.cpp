@@ -142,7 +142,9 @@ int merge_journal_files(const Target& out, const std::vector<std::string>& shard
                    : exit_unwritable;
     }
     for (const auto& it : result.empty)
-        say(fmt::format("{} has no run in it, and is left out", it));
+        say(fmt::format("{} has no run in it (if it is a copy: is its -wal with it?), and is left "
+                        "out",
+                        it));
     std::string missing;
     for (const auto& it : result.missing) missing += (missing.empty() ? "" : ", ") + it;
     if (!missing.empty()) say("missing shards: " + missing);

@@ -121,6 +121,18 @@ std::string cut_name(const Plan& plan, const detail::Shards& shards,
     return fmt::format("{:016x}", hash);
 }
 
+SuiteContent::SuiteContent(std::string_view kind) : key_(detail::journal_key(kind, "", "")) {}
+
+void SuiteContent::add(std::string_view id, const Request& request) {
+    const std::string_view before(reinterpret_cast<const char*>(&key_), sizeof key_);
+    const auto name = fmt::format("{} {}{}", id.size(), id, request.endpoint);
+    key_ = detail::journal_key(before, name, request.body);
+}
+
+std::string SuiteContent::digest() const {
+    return fmt::format("{:016x}{:016x}", key_.high, key_.low);
+}
+
 std::string shard_line(const Plan& plan, const detail::Shards& shards, std::size_t shard) {
     return fmt::format("shard {} of {} (from 0): {} of {} requests; for the cuts about {} prompt "
                        "tokens are computed again in all shards, beside {} that one run computes",

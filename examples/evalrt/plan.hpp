@@ -2,11 +2,13 @@
 #ifndef EVALRT_PROGRAM_PLAN_HPP
 #define EVALRT_PROGRAM_PLAN_HPP
 
+#include "evalrt/detail/journal_core.hpp"
 #include "evalrt/detail/shards.hpp"
 #include "evalrt/runtime.hpp"
 
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace evalrt::program {
@@ -41,6 +43,18 @@ std::vector<std::size_t> shard_places(const Plan& plan, const detail::Shards& sh
 /// `id(i)`: of the item i of the suite.
 std::string cut_name(const Plan& plan, const detail::Shards& shards,
                      const std::function<std::string_view(std::size_t)>& id);
+
+/// Of what is in a suite, whatever its file is called: its items' names, endpoints and bodies, as
+/// they are added.
+class SuiteContent {
+public:
+    explicit SuiteContent(std::string_view kind);
+    void add(std::string_view id, const Request& request);
+    std::string digest() const;
+
+private:
+    detail::JournalKey key_;
+};
 
 /// "shard 2 of 8 (from 0): ..."
 std::string shard_line(const Plan& plan, const detail::Shards& shards, std::size_t shard);

@@ -54,6 +54,8 @@ public:
           terminal_(::isatty(STDERR_FILENO) == 1) {}
 
     asio::awaitable<int> main() {
+        if (!common_.runtime.journal.path.empty()) // which is asked for them before they are
+            for (auto& job : suite_.jobs) job.request.name = job.id;
         auto options = common_.runtime;
         options.retry.seed = common_.seed;
         options.stop = {.refused = 3, .alike = 20};

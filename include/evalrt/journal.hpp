@@ -38,7 +38,12 @@ struct JournalOptions {
     bool reuse_sampled = false;
     /// What resuming does not try again: the item would fail in the same way.
     std::vector<Errc> final_failures{Errc::context_too_long, Errc::poison};
-    std::string suite;      ///< what is run, by name; another suite is another run
+    /// What is run, by name; another suite is another run. From its first '/' on it may be a path,
+    /// in any spelling.
+    std::string suite;
+    /// A digest of what is in it; empty: not known. A suite of another name with the same content
+    /// is the same one; joining parts compares it. A run goes on when that of its suite changes.
+    std::string content;
     JournalFields settings; ///< compared when a run is resumed, beside what Runtime adds
     /// Of a run that is a part of a suite; joining parts compares them. The parts' items in all (0:
     /// not known), and what is another one when the suite is cut at other places.
@@ -199,7 +204,7 @@ Failure read_journal(const std::string& path, JournalSummary& summary,
 /// What joining journals came to.
 struct JournalMerge {
     std::int64_t items = 0, answered = 0, failed = 0, not_run = 0;
-    std::vector<std::string> missing; ///< shards of the run that none of the journals is of: "2/4"
+    std::vector<std::string> missing; ///< shards of the run that are in none of them: "2/4"
     std::vector<std::string> empty;   ///< journals without a run, which are left out
     bool counted = true;              ///< not_run has the items of missing shards, too
 };
@@ -207,7 +212,9 @@ struct JournalMerge {
 /// Joins the latest runs of several journals, the shards of one run, in a new file. An item that is
 /// in several of them is answered where one has it answered. While somebody writes to one of them,
 /// what it has so far is taken. The whole run goes on with the new file, at any of the addresses
-/// that the shards asked.
+/// that the shards asked; an answer stays with its item's name there: with that of equal requests,
+/// and with every one while items are missing. Until that run has asked for these, missing shards
+/// can be joined to the new file.
 ///
 /// Errors     changed: they are not of one run, or answer an item differently; unwritable: the
 ///            file is there already, or cannot be written; foreign: also if none of them has a run

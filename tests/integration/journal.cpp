@@ -10,6 +10,7 @@
 
 #include <sqlite3.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <list>
@@ -674,6 +675,192 @@ TEST_CASE("another suite is another run of the same file") {
     Session session(options);
     CHECK(session.get(question("warm", "1")).from_journal);
     CHECK(!session.get(question("new")).from_journal);
+}
+
+TEST_CASE("a suite is the same by its path in any spelling, or by what is in it") {
+    Folder folder;
+    auto options = Session::at(folder / "j");
+    options.suite = "run " + (folder / "s.jsonl");
+    options.content = "one";
+    std::ofstream(folder / "s.jsonl") << "x";
+    fs::create_directory(folder / "a");
+    fs::create_symlink("s.jsonl", folder / "link");
+    { Session(options).get(question("warm", "1")); }
+    struct Row {
+        std::string suite, content;
+        bool same;
+    };
+    // In this order: what was run last is what the path's content is compared with.
+    for (const auto& row :
+         {Row{"run " + (folder / "a/../s.jsonl"), "", true},
+          Row{"run " + (folder / "link"), "", true},
+          Row{"run " + (folder / "s.jsonl"), "one", true},
+          Row{"run /elsewhere/s.jsonl", "one", true}, Row{"run -", "one", true},
+          Row{"run /elsewhere/s.jsonl", "", false}, Row{"run /elsewhere/t.jsonl", "two", false},
+          Row{"bfcl " + (folder / "s.jsonl"), "", false},
+          Row{"run " + (folder / "s.jsonl"), "edited", true}}) {
+        INFO(row.suite << " with " << row.content);
+        options.suite = row.suite;
+        options.content = row.content;
+        Session session(options);
+        REQUIRE(!session.code);
+        CHECK(session.journal->resumed() == row.same);
+        if (row.same) CHECK(session.get(question("warm", "1")).from_journal);
+    }
+    // A path's own run goes before another one's with the same content.
+    options.mode = JournalMode::append;
+    options.suite = "run /other";
+    options.content = "edited";
+    { Session(options).get(question("another", "1")); }
+    options.mode = JournalMode::resume;
+    options.suite = "run " + (folder / "s.jsonl");
+    Session session(options);
+    CHECK(session.journal->resumed());
+    CHECK(session.get(question("warm", "1")).from_journal);
+}
+
+namespace {
+
+// A part of a suite: these of its items, all one request, each with an answer that names it.
+std::string part(const Folder& folder, const std::string& name, std::vector<int> items,
+                 int whole = 6, const std::string& content = "c", const std::string& suite = "s") {
+    auto options = Session::at(folder.path + "/" + name);
+    options.suite = suite;
+    options.content = content;
+    options.whole_items = whole;
+    options.settings = {{"shard", name}};
+    std::replace(options.path.begin() + std::ptrdiff_t(folder.path.size()) + 1, options.path.end(),
+                 '/', '-');
+    Session session(options);
+    REQUIRE(!session.code);
+    for (const int item : items) {
+        auto request = question("the same", "1");
+        request.name = "item-" + std::to_string(item);
+        session.reply = [](const Request& it) {
+            auto response = answer_to(it);
+            response.body = R"({"choices": [")" + it.name + "\"]}";
+            return response;
+        };
+        session.get(request);
+    }
+    return options.path;
+}
+
+// The whole suite over a joined journal; what was asked, and every answer is its item's.
+std::vector<std::string> asked_over(const std::string& path, std::vector<std::string> names) {
+    auto options = Session::at(path);
+    options.suite = "s";
+    options.content = "c";
+    Session session(options);
+    REQUIRE(!session.code);
+    std::vector<Request> requests;
+    std::vector<const Request*> pointers;
+    for (const auto& name : names) {
+        requests.push_back(question("the same", "1"));
+        requests.back().name = name;
+    }
+    for (const auto& it : requests) pointers.push_back(&it);
+    const bool holds = session.journal->holds(pointers);
+    std::vector<std::string> asked;
+    session.reply = [&](const Request& it) {
+        asked.push_back(it.name);
+        auto response = answer_to(it);
+        response.body = R"({"choices": [")" + it.name + "\"]}";
+        return response;
+    };
+    for (const auto& it : requests) {
+        INFO(it.name);
+        CHECK(session.get(it).body == R"({"choices": [")" + it.name + "\"]}");
+    }
+    session.journal->suite_asked();
+    session.go();
+    CHECK(holds == asked.empty());
+    return asked;
+}
+
+using Names = std::vector<std::string>;
+const Names six{"item-0", "item-1", "item-2", "item-3", "item-4", "item-5"};
+
+} // namespace
+
+TEST_CASE("an answer stays with its item's name where parts were joined, also among equal ones") {
+    Folder folder;
+    const auto first = part(folder, "0/3", {0, 1}), middle = part(folder, "1/3", {2, 3}),
+               last = part(folder, "2/3", {4, 5});
+    evalrt::JournalMerge result;
+    // In another order than the suite's.
+    REQUIRE(!evalrt::merge_journals(folder / "all", {last, first, middle}, result));
+    CHECK(asked_over(folder / "all", six) == Names{});
+    CHECK(asked_over(folder / "all", six) == Names{});
+    // Without the middle, and without the beginning: a single one is no other's, either.
+    REQUIRE(!evalrt::merge_journals(folder / "some", {first, last}, result));
+    CHECK(result.missing == Names{"1/3"});
+    CHECK(asked_over(folder / "some", six) == Names{"item-2", "item-3"});
+    CHECK(asked_over(folder / "some", six) == Names{});
+    const auto one = part(folder, "1/2", {5});
+    REQUIRE(!evalrt::merge_journals(folder / "one", {one}, result));
+    CHECK(asked_over(folder / "one", six) == Names(six.begin(), six.end() - 1));
+    // Once it has all been asked, names may change again where requests are not equal.
+    const auto alone = part(folder, "0/1", {0}, 1);
+    REQUIRE(!evalrt::merge_journals(folder / "alone", {alone}, result));
+    auto options = Session::at(folder / "alone");
+    options.suite = "s";
+    Session session(options);
+    auto renamed = question("the same", "1");
+    renamed.name = "of another name";
+    CHECK(session.get(renamed).from_journal);
+}
+
+TEST_CASE("parts that were missing are joined to what was joined before") {
+    Folder folder;
+    const auto a = part(folder, "0/3", {0, 1}), b = part(folder, "1/3", {2, 3}),
+               c = part(folder, "2/3", {4, 5});
+    evalrt::JournalMerge result;
+    REQUIRE(!evalrt::merge_journals(folder / "ac", {a, c}, result));
+    REQUIRE(!evalrt::merge_journals(folder / "abc", {folder / "ac", b}, result));
+    CHECK(result.missing == Names{});
+    CHECK(result.answered == 6);
+    CHECK(asked_over(folder / "abc", six) == Names{});
+    REQUIRE(!evalrt::merge_journals(folder / "cab", {b, folder / "ac"}, result));
+    CHECK(asked_over(folder / "cab", six) == Names{});
+    // A run that could not be gone on with leaves it as it was.
+    {
+        auto options = Session::at(folder / "ac");
+        options.suite = "s";
+        options.content = "c";
+        Session session(options);
+    }
+    JournalSummary summary;
+    REQUIRE(!evalrt::read_journal(folder / "ac", summary, [](const JournalItem&) {}));
+    CHECK(summary.missing == 2);
+    REQUIRE(!evalrt::merge_journals(folder / "again", {folder / "ac", b}, result));
+    // Since then it is a whole of its own.
+    asked_over(folder / "ac", six);
+    const auto failed = evalrt::merge_journals(folder / "no", {a, folder / "ac"}, result);
+    CHECK(failed.code == JournalErrc::changed);
+    CHECK(failed.detail.find("join all of them anew") != failed.detail.npos);
+}
+
+TEST_CASE("parts are of one suite by what is in it, not by its path") {
+    Folder folder;
+    const auto a = part(folder, "0/2", {0, 1, 2}),
+               b = part(folder, "1/2", {3, 4, 5}, 6, "c", "other");
+    evalrt::JournalMerge result;
+    CHECK(!evalrt::merge_journals(folder / "ab", {a, b}, result));
+    fs::remove(b);
+    const auto edited = part(folder, "1/2", {3, 4, 5}, 6, "d");
+    auto failed = evalrt::merge_journals(folder / "no", {a, edited}, result);
+    CHECK(failed.code == JournalErrc::changed);
+    CHECK(failed.detail.find("the suite was changed between them") != failed.detail.npos);
+    CHECK(!fs::exists(folder / "no"));
+    fs::remove(edited);
+    // Of a file that does not say it, the path counts.
+    const auto before = part(folder, "1/2", {3, 4, 5}, 6, "");
+    CHECK(!evalrt::merge_journals(folder / "mixed", {a, before}, result));
+    fs::remove(before);
+    const auto other = part(folder, "1/2", {3, 4, 5}, 6, "", "other");
+    failed = evalrt::merge_journals(folder / "no", {a, other}, result);
+    CHECK(failed.detail.find("the suite is \"other\", not \"s\"") != failed.detail.npos);
 }
 
 TEST_CASE("the body counts as it is sent, with the endpoint") {

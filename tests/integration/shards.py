@@ -357,6 +357,88 @@ class SeveralServers(WithServers):
         self.assertIn("6 missing", err)
 
 
+class OneSuite(WithServers):
+    """Parts and sessions are of one suite by what is in it."""
+
+    def equal(self, count=12):
+        return self.suite(*[line(f"e{i}", "count", temperature=1) for i in range(count)], name="e.jsonl")
+
+    def answers(self, name):
+        return {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"]
+                for row in self.out(name)}
+
+    def test_answers_to_equal_requests_stay_with_their_custom_ids(self):
+        _, url = self.server()
+        suite = self.equal()
+        self.parts(suite, url, url, url)
+        of_parts = {}
+        for i in range(3):
+            of_parts |= self.answers(f"o.{i}")
+        self.assertEqual(len(set(of_parts.values())), 12)
+        missing = set(self.answers("o.1"))
+        self.assertEqual(self.merge("some", "j.0", "j.2")[0], 1)
+        self.assertEqual(self.merge("all", "j.2", "some", "j.1")[0], 0)  # the missing one, later
+        self.forget()
+        for journal, asked in (("all", 0), ("some", len(missing)), ("some", 0)):
+            code, _, err = self.ask(url, suite, "-o", "o", "--journal", journal)
+            self.assertEqual((code, len(self.asked_of())), (0, asked), err)
+            self.forget()
+            now = self.answers("o")
+            self.assertEqual({id for id in now if now[id] != of_parts[id]}, missing if journal == "some" else set())
+
+    def test_a_suite_that_was_edited_between_its_parts_is_not_joined(self):
+        _, url = self.server()
+        suite = self.groups(12)
+        self.parts(suite, url, url)
+        text = suite.read_text()
+        # As long as it was, and cut at the same places.
+        suite.write_text(text.replace(" question 11", " question xy"))
+        self.assertNotEqual(suite.read_text(), text)
+        for name in ("o.1", "j.1"):
+            (self.dir / name).unlink()
+        code, _, err = self.ask(url, suite, "-o", "o.1", "--journal", "j.1", "--shard", "1/2")
+        self.assertEqual(code, 0, err)
+        code, err = self.merge("whole", "j.0", "j.1")
+        self.assertEqual(code, 2, err)
+        self.assertIn("the suite was changed between them", err)
+        self.forget()
+        code, _, err = self.ask(url, suite, "-o", "o.0", "--journal", "j.0", "--shard", "0/2")
+        self.assertEqual(code, 0, err)
+        self.assertLessEqual(len(self.asked_of()), 1)
+        self.assertEqual(self.merge("whole", "j.0", "j.1")[0], 0)
+        self.forget()
+        self.assertEqual(self.ask(url, suite, "-o", "o", "--journal", "whole")[0], 0)
+        self.assertEqual(self.asked_of(), [])
+
+    def test_another_spelling_or_a_copy_is_the_same_suite(self):
+        _, url = self.server()
+        suite = self.equal()
+        (self.dir / "folder").mkdir()
+        (self.dir / "folder/copy.jsonl").write_text(suite.read_text())
+        (self.dir / "link.jsonl").symlink_to("e.jsonl")
+        spellings = ("./e.jsonl", "folder/../e.jsonl", "link.jsonl", "folder/copy.jsonl", str(suite))
+        self.parts("e.jsonl", url, url)
+        for spelled in spellings:
+            for name in ("o.1", "j.1"):
+                (self.dir / name).unlink()
+            code, _, err = self.ask(url, spelled, "-o", "o.1", "--journal", "j.1", "--shard", "1/2")
+            self.assertEqual(code, 0, err)
+            code, err = self.merge("whole", "j.0", "j.1")
+            self.assertEqual(code, 0, spelled + err)
+            (self.dir / "whole").unlink()
+        self.assertEqual(self.ask(url, suite, "-o", "o", "--journal", "j")[0], 0)
+        first = self.answers("o")
+        self.forget()
+        for spelled in spellings:
+            code, _, err = self.ask(url, spelled, "-o", "o", "--journal", "j")
+            self.assertEqual((code, self.asked_of()), (0, []), spelled + err)
+            self.assertEqual(self.answers("o"), first)
+        # The same path, edited: what is new is asked.
+        suite = self.equal(13)
+        self.assertEqual(self.ask(url, "link.jsonl", "-o", "o", "--journal", "j")[0], 0)
+        self.assertEqual(len(self.asked_of()), 1)
+
+
 class Finished(WithServers):
     """A run whose every item is in its journal needs nobody."""
 

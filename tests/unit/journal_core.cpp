@@ -72,6 +72,21 @@ TEST_CASE("what was counted elsewhere is known as if it had been counted here") 
     for (std::int64_t i = 0; i < 4; ++i) CHECK(index.next({1, 2}).outcome == 10 + i);
 }
 
+TEST_CASE("where items go by their names, equal requests have places of their own") {
+    JournalIndex index;
+    const JournalKey key{1, 2}, other{3, 4};
+    CHECK(index.place(key, "a") == key);
+    index.by_name(false, {key});
+    CHECK_FALSE(index.place(key, "a") == key);
+    CHECK_FALSE(index.place(key, "a") == index.place(key, "b"));
+    CHECK(index.place(key, "a") == index.place(key, "a"));
+    CHECK(index.place(key, "") == key); // it has none
+    CHECK(index.place(other, "a") == other);
+    index.by_name(true, {});
+    CHECK_FALSE(index.place(other, "a") == other);
+    CHECK_FALSE(index.place(other, "a") == index.place(key, "a"));
+}
+
 TEST_CASE("a failure is tried again, unless its class is a final one") {
     for (int i = 1; i <= int(Errc::poison); ++i) {
         const auto errc = Errc(i);

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,11 @@ struct JournalKey {
     bool operator==(const JournalKey&) const = default;
 };
 JournalKey journal_key(std::string_view identity, std::string_view endpoint, std::string_view body);
+
+struct JournalKeyHash {
+    std::size_t operator()(const JournalKey& key) const { return std::size_t(key.low); }
+};
+using JournalKeys = std::unordered_set<JournalKey, JournalKeyHash>;
 
 /// How often each key has come. One table without nodes: in a first run every key is new.
 class JournalCounts {
@@ -78,6 +84,20 @@ public:
 
     void reserve(std::size_t items) { entries_.reserve(items); }
     std::size_t size() const { return entries_.size(); }
+
+    /// Items of these requests, or of all, go by their names: where a run was joined from parts,
+    /// the n-th equal request need not be the n-th item.
+    void by_name(bool all, JournalKeys keys) {
+        all_by_name_ = all;
+        by_name_ = std::move(keys);
+    }
+    bool all_by_name() const { return all_by_name_; }
+
+    /// What stands for a request's key in the calls below.
+    JournalKey place(JournalKey key, std::string_view name) const {
+        if (name.empty() || (!all_by_name_ && !by_name_.contains(key))) return key;
+        return journal_key("name", name, {reinterpret_cast<const char*>(&key), sizeof key});
+    }
 
     JournalEntry& entry(JournalKey key, std::uint32_t occurrence) {
         return entries_[{key, occurrence}].entry;
@@ -149,6 +169,8 @@ private:
     };
     std::unordered_map<Id, Slot, Hash> entries_;
     std::vector<Errc> final_failures_;
+    bool all_by_name_ = false;
+    JournalKeys by_name_;
 };
 
 /// "model: it was \"a\", it is \"b\"; ..."; empty: the same.

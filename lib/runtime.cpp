@@ -462,11 +462,18 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         } else {
             spread = std::make_shared<detail::ReplicaPlanner>(
                 more.size() + 1, detail::ReplicaPlanner::Options{planning, make});
-            for (std::size_t n = 0; n < away.size(); ++n)
-                for (int twice = 0; away[n] && twice < 2; ++twice) spread->unreachable(n);
+            for (std::size_t n = 1; n < left_out.size(); ++n)
+                if (left_out[n])
+                    spread->leave_out(n);
+                else
+                    spread->let_in(n);
             std::vector<Backend*> servers{http.get()};
             for (const auto& it : more) servers.push_back(it.get());
-            replicas = std::make_unique<detail::ReplicaBackend>(servers, spread);
+            replicas = std::make_unique<detail::ReplicaBackend>(
+                servers, spread,
+                [weak = weak_from_this()](std::size_t n, Errc errc, const std::string& detail) {
+                    if (auto self = weak.lock()) self->leave_out(n, errc, detail);
+                });
         }
         auto scheduling = scheduler_options(row, unsigned(more.size() + 1));
         scheduling.retry = options.retry;
@@ -478,6 +485,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         scheduler->explain(options.explain);
         if (journal) journal->connect(*scheduler);
         if (process) supervise();
+        if (spread) look_after_those_out();
     }
 
     asio::awaitable<Failure> recognise() {
@@ -518,8 +526,15 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         co_return Failure{};
     }
 
-    // Of a server that runs; it may be busy, or only just starting. That it refuses our request
-    // does not say that it refuses theirs: some models take no temperature, or no max_tokens.
+    // That it refuses our request does not say that it refuses theirs: some models take no
+    // temperature, or no max_tokens.
+    static bool takes(const Response& response) {
+        return !response.outcome || response.outcome == Errc::context_too_long ||
+               (response.outcome == Errc::rejected &&
+                (response.status == 400 || response.status == 422));
+    }
+
+    // Of a server that runs; it may be busy, or only just starting.
     asio::awaitable<Failure> first_token(HttpOptions with) {
         with.limits.whole = options.startup_timeout;
         HttpBackend to(executor, row, with);
@@ -528,10 +543,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         for (;;) {
             Request probe = one_token();
             auto [ec, response] = co_await to.async_complete(std::move(probe), {}, token());
-            if (!ec) co_return Failure{};
-            if (ec == Errc::context_too_long ||
-                (ec == Errc::rejected && (response.status == 400 || response.status == 422)))
-                co_return Failure{};
+            if (takes(response)) co_return Failure{};
             const Failure failure{ec, response.detail};
             if (!response.outcome ||
                 detail::remedy(*response.outcome, response.status) != detail::Remedy::pause)
@@ -546,37 +558,106 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         }
     }
 
-    // One that is not there yet is tried again later; a run needs one.
+    // The first is there. Of the others one that serves another model is a mistake; one that is not
+    // there yet, or not well, is looked at again later.
     asio::awaitable<Failure> find_replicas() {
         if (options.replicas.empty()) co_return Failure{};
-        away.assign(1, false);
+        left_out.assign(1, {});
         // What mlx_lm.server lists is what it could load.
-        const bool compare = options.ask_first && (options.probe || options.model.empty()) &&
-                             row.served_model.empty() && kind != "mlx-server";
-        std::vector<std::string> served;
+        compare = options.ask_first && (options.probe || options.model.empty()) &&
+                  row.served_model.empty() && kind != "mlx-server";
         if (compare) served = co_await models_of(http_options());
         for (const auto& it : options.replicas) {
             auto with = http_options();
             with.url = it;
             more.push_back(std::make_unique<HttpBackend>(executor, row, with, options.log));
-            Failure failure;
-            std::vector<std::string> theirs;
-            if (compare) theirs = co_await models_of(with);
-            auto words = detail::other_models(served, theirs, model);
-            if (words.empty() && options.ask_first) failure = co_await first_token(with);
-            if (compare && theirs.empty() && !failure) { // it was starting
-                theirs = co_await models_of(with);
-                words = detail::other_models(served, theirs, model);
-            }
-            if (!words.empty())
-                failure = {asio::error::invalid_argument,
-                           words + ": the servers of one run must serve one model"};
-            if (failure && failure.code != Errc::unreachable)
+            auto failure = co_await look(with, std::chrono::seconds(10));
+            if (failure.code == asio::error::invalid_argument ||
+                failure.code == asio::error::operation_aborted)
                 co_return Failure{failure.code, fmt::format("{} {}", it, failure.detail)};
-            away.push_back(bool(failure));
             if (failure) say(fmt::format("{}: {}; the run begins without it", it, failure.detail));
+            left_out.push_back(std::move(failure));
         }
         co_return Failure{};
+    }
+
+    // Whether it serves the first one's model, and answers one token. invalid_argument: another
+    // model.
+    asio::awaitable<Failure> look(HttpOptions with, std::chrono::seconds limit) {
+        std::vector<std::string> theirs;
+        error_code failed;
+        if (compare) theirs = co_await models_of(with, &failed);
+        if (failed == asio::error::operation_aborted) co_return Failure{failed, "cancelled"};
+        auto words = detail::other_models(served, theirs, model);
+        if (words.empty() && options.ask_first) {
+            auto asking = with;
+            asking.limits.whole = limit;
+            HttpBackend to(executor, row, asking);
+            Request probe = one_token();
+            auto [ec, response] = co_await to.async_complete(std::move(probe), {}, token());
+            if (!takes(response) || ec == asio::error::operation_aborted)
+                co_return Failure{ec, response.detail};
+        }
+        if (compare && theirs.empty()) { // it was starting
+            theirs = co_await models_of(with);
+            words = detail::other_models(served, theirs, model);
+        }
+        if (words.empty()) co_return Failure{};
+        co_return Failure{asio::error::invalid_argument,
+                          words + ": the servers of one run must serve one model"};
+    }
+
+    const std::string& address(std::size_t n) const {
+        return n == 0 ? options.url : options.replicas[n - 1];
+    }
+
+    void leave_out(std::size_t n, Errc errc, const std::string& detail) {
+        left_out[n] = {errc, detail};
+        say(fmt::format("{}: {}; it is left out, and looked at again", address(n), detail));
+        look_after_those_out();
+    }
+
+    void look_after_those_out() {
+        for (std::size_t n = 0; n < spread->size() && !looking; ++n)
+            if (!spread->up(n)) {
+                looking = true;
+                asio::co_spawn(executor, look_again(shared_from_this()), asio::detached);
+            }
+    }
+
+    // Lets in those that are well again, until none is out.
+    static asio::awaitable<void> look_again(std::shared_ptr<Impl> self) {
+        auto& spread = *self->spread;
+        const auto out = [&] {
+            for (std::size_t n = 0; n < spread.size(); ++n)
+                if (!spread.up(n)) return true;
+            return false;
+        };
+        while (!self->closing && out()) {
+            self->tick.expires_after(std::chrono::milliseconds(250));
+            co_await self->tick.async_wait(plain);
+            for (const auto n : spread.due(Clock::now())) {
+                if (self->closing) break;
+                auto with = self->http_options();
+                with.url = self->address(n);
+                const auto failure = co_await self->look(std::move(with), std::chrono::seconds(30));
+                if (!self->closing && !spread.up(n)) self->looked(n, failure);
+            }
+        }
+        self->looking = false;
+    }
+
+    void looked(std::size_t n, const Failure& failure) {
+        const auto before = std::exchange(left_out[n], failure);
+        if (!failure) {
+            say(fmt::format("{}: it is well, and takes requests", address(n)));
+            spread->let_in(n);
+            return scheduler->server_back();
+        }
+        if (failure.code == asio::error::invalid_argument) spread->bar(n);
+        if (before.detail != failure.detail)
+            say(fmt::format("{}: {}; it stays out, and is looked at again", address(n),
+                            failure.detail));
     }
 
     // Ours, up to its first token.
@@ -764,7 +845,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     std::unique_ptr<ServerProcess> process;
     std::unique_ptr<HttpBackend> http;
     std::vector<std::unique_ptr<HttpBackend>> more; // of the replicas
-    std::vector<bool> away;                         // those that did not answer at first
+    std::vector<Failure> left_out;                  // of each server: why; none: it is in
+    std::vector<std::string> served;                // the models of the first
+    bool compare = false;                           // those of the others with them
+    bool looking = false;                           // look_again() runs
     std::shared_ptr<detail::ReplicaPlanner> spread;
     std::unique_ptr<detail::ReplicaBackend> replicas;
     std::unique_ptr<RequestScheduler> scheduler;
@@ -830,9 +914,11 @@ std::vector<Runtime::Replica> Runtime::replicas() const {
     std::vector<Replica> list;
     for (std::size_t i = 0; impl_->replicas && i < impl_->spread->size(); ++i) {
         const auto& count = impl_->replicas->count(i);
-        list.push_back({i == 0 ? impl_->options.url : impl_->options.replicas[i - 1],
-                        count.answered, count.failed, impl_->spread->count(i).stolen,
-                        impl_->spread->up(i)});
+        const bool up = impl_->spread->up(i);
+        const auto& why = impl_->left_out[i];
+        list.push_back({impl_->address(i), count.answered, count.failed,
+                        impl_->spread->count(i).stolen, up,
+                        up || why.code == Errc::unreachable ? std::string() : why.detail});
     }
     return list;
 }

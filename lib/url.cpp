@@ -77,6 +77,7 @@ std::string plain_address(std::string_view text) {
     try {
         auto url = parse_url(text);
         for (char& c : url.host) c = char(std::tolower(static_cast<unsigned char>(c)));
+        if (url.host == "localhost" || url.host == "::1") url.host = "127.0.0.1";
         return fmt::format("{}://{}:{}{}", url.tls ? "https" : "http", url.host, url.port,
                            url.base);
     } catch (const std::invalid_argument&) {

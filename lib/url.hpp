@@ -7,8 +7,8 @@
 
 namespace evalrt::detail {
 
-/// The same text for the same address: with its port, its host in small letters, without a slash at
-/// the end. As it is, if it is no URL.
+/// The same text for the same address: with its port, its host in small letters, this machine's one
+/// name for all that it has for itself, without a slash at the end. As it is, if it is no URL.
 std::string plain_address(std::string_view url);
 
 /// Whether each address of this list, with spaces between, is in the other one; an empty one is

@@ -326,9 +326,12 @@ private:
         report_.server_restarts = runtime_->restarts();
         report_.server_output = runtime_->server_output();
         for (const auto& it : runtime_->replicas()) {
-            const auto text = fmt::format(
-                "{}: {} answered, {} attempts failed, {} taken over from others{}", it.url,
-                it.answered, it.failed, it.taken_over, it.up ? "" : "; it is gone");
+            const auto text =
+                fmt::format("{}: {} answered, {} attempts failed, {} taken over from others{}",
+                            it.url, it.answered, it.failed, it.taken_over,
+                            it.up            ? ""
+                            : it.why.empty() ? "; it is gone"
+                                             : "; it is left out: " + it.why);
             report_.note(text);
             print(text);
         }

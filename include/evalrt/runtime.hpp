@@ -103,6 +103,7 @@ public:
         std::uint64_t answered = 0, failed = 0; ///< attempts
         std::uint64_t taken_over = 0;           ///< requests that were planned for another one
         bool up = true;
+        std::string why{}; ///< not up: what is wrong with it; empty: it cannot be reached
     };
     std::vector<Replica> replicas() const;
     bool running() const;      ///< false while a server of ours has ended

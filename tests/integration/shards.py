@@ -10,10 +10,11 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 import unittest
 
 from journal import Base, SERVER, line
-from patience import LONG, fake_openai, until
+from patience import LONG, answers, fake_openai, free_port, until
 
 
 class WithServers(Base):
@@ -823,6 +824,10 @@ class Replicas(WithServers):
             code, _, err = self.plain(*command, "--backend", "openai-url", "--url", a, "--url", a + "/")
             self.assertEqual(code, 2, err)
             self.assertIn(f"the address {a} is given twice", err)
+            code, _, err = self.plain(*command, "--backend", "openai-url", "--url", a, "--url",
+                                      a.replace("127.0.0.1", "localhost"))
+            self.assertEqual(code, 2, err)
+            self.assertIn(f"the address {a} is given twice", err)
 
     def test_one_that_is_not_there_at_first_is_done_without(self):
         _, a = self.server("a")
@@ -834,6 +839,111 @@ class Replicas(WithServers):
         self.assertEqual(process.returncode, 0, err)
         self.assertIn("begins without it", err)
         self.assertEqual(len(self.asked_of("a")), 12)
+
+    def late(self, name, port, model, **env):
+        """A server at this port, once it is there."""
+        program = self.dir / name
+        program.symlink_to(SERVER)
+        process = subprocess.Popen([sys.executable, program, "--model", model, "--port", str(port)], cwd=self.dir,
+                                   env=self.env() | env, stderr=subprocess.DEVNULL)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        until(lambda: answers(f"http://127.0.0.1:{port}/v1/models"))
+        return process
+
+    def compared(self, suite, *urls):
+        """A run that looks at the models."""
+        args = [part for url in urls for part in ("--url", url)]
+        process = subprocess.Popen([self.evalrt(), "run", str(suite), "--backend", "openai-url", *args, "-o", "o",
+                                    "--max-in-flight", "2", "--json", "s"], cwd=self.dir, env=self.env(), text=True,
+                                   stderr=subprocess.PIPE)
+        self.addCleanup(process.stderr.close)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        return process
+
+    def said(self, process, *words):
+        """Its lines up to one that has all these words."""
+        lines = ""
+        for row in process.stderr:
+            lines += row
+            if all(word in row for word in words):
+                return lines
+        self.fail(f"{words} were not said: {lines}")
+
+    def all_answered(self, process, count):
+        err = process.stderr.read()
+        self.assertEqual(process.wait(LONG), 0, err)
+        self.assertEqual([row["custom_id"] for row in self.out()], [f"item-{i}" for i in range(count)])
+        self.assertTrue(all(row["error"] is None for row in self.out()))
+        return json.loads((self.dir / "s").read_text())["notes"]
+
+    def test_one_that_comes_late_serves_the_model_of_the_run_or_is_left_out(self):
+        _, a = self.server("a", answers=4, then="go")
+        ports = free_port(), free_port()
+        right, wrong = (f"http://127.0.0.1:{port}/v1" for port in ports)
+        process = self.compared(self.groups(40), a, right, wrong)
+        for url in (right, wrong):
+            self.said(process, url, "begins without it")
+        self.late("b", ports[0], self.model)
+        self.late("c", ports[1], "n")
+        self.said(process, wrong, f'serves "n", and not the "{self.model}" of the first')
+        until(lambda: self.asked_of("b"))
+        (self.dir / "go").touch()
+        notes = " ".join(self.all_answered(process, 40))
+        self.assertRegex(notes, rf'{wrong}: 0 answered.* left out: serves "n", and not the "{self.model}"')
+        self.assertEqual(self.asked_of("c"), [])
+
+    def test_one_that_comes_back_with_another_model_is_left_out(self):
+        _, a = self.server("a", answers=4, then="go")
+        port = free_port()
+        url = f"http://127.0.0.1:{port}/v1"
+        dying = self.late("b", port, self.model, FAKE_OPENAI_GATE="2 never")
+        process = self.compared(self.groups(40), a, url)
+        until(lambda: len(self.asked_of("b")) == 4)
+        dying.kill()
+        dying.wait()
+        self.said(process, url, "it is left out, and looked at again")
+        self.late("c", port, "n")
+        self.said(process, url, f'serves "n", and not the "{self.model}" of the first')
+        (self.dir / "go").touch()
+        self.all_answered(process, 40)
+        self.assertEqual(self.asked_of("c"), [])
+
+    def test_one_that_is_not_well_at_first_is_done_without(self):
+        _, a = self.server("a")
+        suite = self.groups(12)
+        for status, reason in (("404", "bad replica 404"), ("500", "bad replica 500"), ("401", "bad replica 401"),
+                               ("503", "bad replica 503"), ("0", "")):
+            _, sick = self.server("b" + status, model="sick-" + status)
+            self.forget("a")
+            process = self.both(suite, a, sick)
+            _, err = process.communicate(timeout=LONG)
+            self.assertEqual(process.returncode, 0, err)
+            self.assertRegex(err, rf"{sick}: .*{reason}.*; the run begins without it")
+            self.assertEqual((len(self.asked_of("a")), self.asked_of("b" + status)), (12, []))
+
+    def test_one_that_only_fails_swallows_nothing_and_stops_nothing(self):
+        suite = self.groups(40)
+        for status in ("400", "404", "500", "401", "0"):
+            _, a = self.server("a" + status, answers=2, then="go" + status)
+            _, b = self.server("b" + status, model="fails-" + status)
+            process = self.both(suite, a, b, more=("--retries", "0"))
+            self.said(process, b, "; it is left out, and looked at again")
+            self.assertEqual(len(self.asked_of("b" + status)), 3)
+            (self.dir / ("go" + status)).touch()
+            _, err = process.communicate(timeout=LONG)
+            self.assertEqual(process.returncode, 0, err)
+            self.assertEqual(len(self.asked_of("a" + status)), 40)
+            self.assertTrue(all(row["error"] is None for row in self.out()))
+
+    def test_a_key_that_no_server_takes_stops_the_run(self):
+        (_, a), (_, b) = self.server("a", model="fails-401"), self.server("b", model="fails-401")
+        process = self.both(self.groups(40), a, b)
+        _, err = process.communicate(timeout=LONG)
+        self.assertEqual(process.returncode, 5, err)
+        self.assertIn("refuses the key", err)
+        self.assertLess(len(self.asked_of("a") + self.asked_of("b")), 20)
 
 
 if __name__ == "__main__":

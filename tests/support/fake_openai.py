@@ -136,6 +136,12 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body, question):
         if busy() or (args.model == "refuses" and body.get("max_tokens") != 1):
             return self.answer(503, json.dumps({"error": {"message": "warming up"}}))
+        # "sick-404" answers nothing else, "fails-404" nothing but one token; -0: no answer at all.
+        kind, _, status = args.model.partition("-")
+        if kind == "sick" or (kind == "fails" and body.get("max_tokens") != 1):
+            if status == "0":
+                return self.answer(200, json.dumps({"choices": []}))
+            return self.answer(int(status), json.dumps({"error": {"message": f"bad replica {status}"}}))
         if question == "fail":
             return self.answer(400, json.dumps({"error": {"message": "this one is refused"}}))
         if question.startswith("fail once") and not os.path.exists("failed-once"):

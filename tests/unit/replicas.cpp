@@ -2,6 +2,7 @@
 
 #include "support/catch.hpp"
 
+#include <algorithm>
 #include <map>
 #include <random>
 #include <set>
@@ -132,23 +133,167 @@ TEST_CASE("A server that cannot be reached loses its run to the others, and is t
             if (server != 1) world.end(id);
         while (const auto pick = world.next()) CHECK(pick->server != 1);
     }
-    CHECK(world.planner.wake() > world.now);
-    // After the pause one request tries it; it answers, and it gets its share again.
+    // It is looked at after the pause, and not each time that somebody asks.
+    CHECK(world.planner.due(world.now).empty());
+    CHECK(world.planner.due(world.now + std::chrono::seconds(4)).empty());
+    CHECK(world.planner.due(world.now + std::chrono::seconds(5)) == std::vector<std::size_t>{1});
+    CHECK(world.planner.due(world.now + std::chrono::seconds(6)).empty());
+
+    // Let in, it gets one request; that it answers gives it its share again.
     World again(2, 2);
     for (RequestId id = 1; id <= 60; ++id) again.add(id, 0);
-    again.planner.unreachable(0);
-    again.planner.unreachable(0);
+    CHECK_FALSE(again.planner.unreachable(0));
+    CHECK(again.planner.unreachable(0));
+    CHECK_FALSE(again.planner.unreachable(0));
     while (const auto pick = again.next()) CHECK(pick->server == 1);
-    again.now += std::chrono::seconds(5);
+    again.now += std::chrono::minutes(5); // nothing but a look lets it in
+    CHECK_FALSE(again.next());
+    again.planner.let_in(0);
     const auto probe = again.next();
     REQUIRE(probe);
     CHECK(probe->server == 0);
+    CHECK(again.planner.count(0).stolen == 1);
     CHECK_FALSE(again.next());
     again.end(probe->id);
-    CHECK(again.planner.up(0));
+    CHECK(again.planner.proven(0));
     const auto more = again.next();
     REQUIRE(more);
     CHECK(more->server == 0);
+    CHECK(again.planner.count(0).stolen > 10);
+}
+
+using Fault = ReplicaPlanner::Fault;
+
+TEST_CASE("A server that has answered nothing proves itself with one request, by its first text") {
+    World world(2, 4);
+    world.planner.let_in(1);
+    for (RequestId id = 1; id <= 40; ++id) world.add(id, int(id % 2));
+    std::map<unsigned, int> sent;
+    Pick first;
+    while (const auto pick = world.next())
+        if (++sent[pick->server]; pick->server == 1) first = *pick;
+    CHECK(sent == std::map<unsigned, int>{{0, 4}, {1, 1}});
+    world.planner.progressed(first.id, Step::first_text, world.now);
+    while (const auto pick = world.next()) ++sent[pick->server];
+    CHECK(sent == std::map<unsigned, int>{{0, 4}, {1, 4}});
+}
+
+TEST_CASE("A server that only fails swallows nothing and is left out") {
+    World world(2, 2);
+    world.planner.let_in(1);
+    for (RequestId id = 1; id <= 40; ++id) world.add(id, int(id % 2));
+    std::vector<RequestId> failed;
+    for (int i = 0; i < 60; ++i) {
+        while (world.next()) {}
+        if (world.running.empty()) break;
+        const auto [id, server] = *world.running.begin();
+        if (server == 0) {
+            world.end(id);
+            continue;
+        }
+        // What it was asked first it is not asked again, while the other can be.
+        CHECK(std::find(failed.begin(), failed.end(), id) == failed.end());
+        failed.push_back(id);
+        const auto verdict = world.planner.failed(1, Fault::item);
+        CHECK(verdict.elsewhere);
+        CHECK(verdict.out == (failed.size() == 3));
+        world.end(id, Step::failed);
+        world.add(id, int(id % 2));
+    }
+    CHECK(failed.size() == 3);
+    CHECK_FALSE(world.planner.up(1));
+    CHECK(world.asked[0].size() == 40);
+
+    // It is looked at later each time, until it answers.
+    auto& planner = world.planner;
+    const auto waits = [&](std::chrono::seconds time) {
+        CHECK(planner.due(world.now).empty());
+        CHECK(planner.due(world.now += time - std::chrono::seconds(1)).empty());
+        CHECK(planner.due(world.now += std::chrono::seconds(1)).size() == 1);
+    };
+    waits(std::chrono::seconds(5));
+    for (const int seconds : {10, 20, 40, 60, 60}) {
+        planner.let_in(1);
+        for (int i = 0; i < 3; ++i) CHECK(planner.failed(1, Fault::passing).elsewhere);
+        waits(std::chrono::seconds(seconds));
+    }
+    planner.let_in(1);
+    planner.alive(1);
+    planner.unreachable(1);
+    planner.unreachable(1);
+    waits(std::chrono::seconds(5));
+}
+
+TEST_CASE("What a server that has answered fails is the item's, but for key, quota and model") {
+    World world(2);
+    auto& planner = world.planner;
+    for (int i = 0; i < 20; ++i) {
+        const auto verdict = planner.failed(0, Fault::item);
+        CHECK_FALSE((verdict.elsewhere || verdict.out));
+    }
+    for (int i = 0; i < 20; ++i) { // some fail, some do not
+        CHECK_FALSE(planner.failed(0, Fault::passing).elsewhere);
+        if (i % 5 == 0) planner.alive(0);
+    }
+    planner.alive(0);
+    CHECK(planner.failed(0, Fault::server).elsewhere);
+    CHECK_FALSE(planner.failed(0, Fault::server).out);
+    CHECK(planner.failed(0, Fault::server).out);
+    CHECK_FALSE(planner.up(0));
+    const auto late = planner.failed(0, Fault::server); // what was on its way there
+    CHECK((late.elsewhere && !late.out));
+    // The last one that is in stays, and its failures count.
+    for (int i = 0; i < 20; ++i) {
+        const auto verdict = planner.failed(1, Fault::server);
+        CHECK_FALSE((verdict.elsewhere || verdict.out));
+    }
+    CHECK(planner.up(1));
+
+    World steady(2);
+    for (int i = 1; i <= 8; ++i) CHECK(steady.planner.failed(0, Fault::passing).out == (i == 8));
+}
+
+TEST_CASE("An answer that is still on its way lets a server in, but not one of another model") {
+    World world(2);
+    world.planner.leave_out(0);
+    world.planner.alive(0);
+    CHECK(world.planner.up(0));
+    world.planner.leave_out(0);
+    world.planner.bar(0);
+    world.planner.alive(0);
+    CHECK_FALSE(world.planner.up(0));
+    world.planner.let_in(0);
+    CHECK(world.planner.up(0));
+    CHECK_FALSE(world.planner.proven(0));
+}
+
+TEST_CASE("A failed request is asked of another server, a conversation's of its own") {
+    World world(3, 4);
+    world.add(1, 0);
+    std::set<unsigned> servers;
+    for (int i = 0; i < 3; ++i) {
+        const auto pick = world.next();
+        REQUIRE(pick);
+        servers.insert(pick->server);
+        world.planner.alive(pick->server);
+        world.end(pick->id, Step::failed);
+        world.add(1, 0);
+    }
+    CHECK(servers.size() == 3);
+    const auto last = world.next(); // all have failed it: somewhere
+    REQUIRE(last);
+    world.end(last->id);
+
+    servers.clear();
+    world.add(2, 0, "talk", 1);
+    for (int i = 0; i < 3; ++i) {
+        const auto pick = world.next();
+        REQUIRE(pick);
+        servers.insert(pick->server);
+        world.end(pick->id, Step::failed);
+        world.add(2, 0, "talk", 1);
+    }
+    CHECK(servers.size() == 1);
 }
 
 TEST_CASE("Of several servers the one that is shut is sent nothing, and the others go on") {
@@ -250,10 +395,15 @@ TEST_CASE("Conversations are stolen whole, and not once they have begun") {
 TEST_CASE(
     "Any course of events: everything is asked, nothing twice at once, somebody always runs") {
     std::mt19937_64 random(11);
-    for (int round = 0; round < 300; ++round) {
+    for (int round = 0; round < 400; ++round) {
         const auto servers = 1 + random() % 4;
         World world(servers, unsigned(1 + random() % 4),
                     random() % 2 ? Release::at_once : Release::first_text);
+        for (unsigned i = 1; i < servers; ++i) // as a run begins
+            if (random() % 4 == 0)
+                world.planner.leave_out(i);
+            else if (random() % 2)
+                world.planner.let_in(i);
         const RequestId count = random() % 80;
         std::vector<std::string> session(count + 1);
         std::vector<int> group(count + 1);
@@ -268,7 +418,7 @@ TEST_CASE(
         std::size_t done = 0;
         std::vector<bool> dead(servers), gone(count + 1);
         std::map<std::string, std::pair<unsigned, unsigned>> at; // a session's server, since when
-        std::vector<unsigned> deaths(servers);
+        std::vector<unsigned> deaths(servers, 1);
         for (int step = 0; step < 20000 && done < count; ++step) {
             if (added < count && random() % 3 == 0) add(++added);
             if (random() % 9 == 0) {
@@ -293,14 +443,14 @@ TEST_CASE(
                     last->second = now;
                 }
             }
-            if (world.running.empty()) { // only those wait that are tried later
+            for (const auto i : world.planner.due(world.now)) {
+                REQUIRE_FALSE(world.planner.up(i));
+                if (!dead[i]) world.planner.let_in(i);
+            }
+            if (world.running.empty()) {
                 if (added < count) continue;
-                if (!world.shut.empty()) {
-                    world.shut.clear();
-                    continue;
-                }
-                REQUIRE(world.planner.wake() < PrefixPlanner::Point::max());
-                world.now = std::max(world.now, world.planner.wake());
+                REQUIRE_FALSE(world.shut.empty());
+                world.shut.clear();
                 continue;
             }
             world.now += std::chrono::milliseconds(random() % 700);
@@ -316,9 +466,16 @@ TEST_CASE(
                     ++done;
                 }
             }
-            if (dead[server]) {
+            if (!world.planner.up(server) && random() % 4) { // as if it had not been sent
                 ++deaths[server];
-                world.planner.unreachable(server);
+                world.end(id, Step::failed);
+                add(id);
+            } else if (dead[server]) {
+                ++deaths[server];
+                if (server % 2)
+                    world.planner.unreachable(server);
+                else
+                    world.planner.failed(server, Fault(random() % 3));
                 world.end(id, Step::failed);
                 add(id);
             } else {

@@ -120,6 +120,9 @@ TEST_CASE("one address is one, however it is written") {
     CHECK(plain_address("http://Host/v1/") == plain_address("http://host:80/v1"));
     CHECK(plain_address("https://host/v1") != plain_address("http://host/v1"));
     CHECK(plain_address("http://host/v1") != plain_address("http://host/v2"));
+    for (const auto* it : {"http://localhost:8/v1", "http://LOCALHOST:8/v1", "http://[::1]:8/v1/"})
+        CHECK(plain_address(it) == plain_address("http://127.0.0.1:8/v1"));
+    CHECK(plain_address("http://localhost:8/v1") != plain_address("http://localhost:9/v1"));
     CHECK(plain_address("no URL") == "no URL");
     CHECK(addresses_in("http://a/v1 http://b/v1", "http://c/v1 http://B:80/v1/ http://a/v1"));
     CHECK(!addresses_in("http://a/v1 http://b/v1", "http://c/v1 http://a/v1"));

@@ -13,16 +13,22 @@ namespace evalrt::detail {
 
 /// Cuts the planned order into contiguous runs, one a server, each of which has a planner of its
 /// own for what is about to be sent. A server whose run is done takes the second half of what the
-/// slowest one has left. One that cannot be reached twice in a row loses its run to the others, and
-/// is tried with one request every few seconds. A conversation that has begun on a server stays
-/// there, later turns too, as long as that can be reached.
+/// slowest one has left. A conversation that has begun on a server stays there, later turns too, as
+/// long as that is in.
+///
+/// A server is out (nothing is sent to it; somebody looks at it when it is due(), and lets it in),
+/// in but not proven (it has answered nothing since: one request at a time), or proven. One goes
+/// out that cannot be reached twice in a row, or only fails while another is in; its run goes to
+/// the others. While all are out they are named as if they were in, and who sends refuses: so it is
+/// found out that no server is there.
 class ReplicaPlanner final : public PrefixPlanner {
 public:
     using Make = std::function<std::unique_ptr<PrefixPlanner>()>;
     struct Options {
         RadixPlanner::Options planner; ///< of the whole order
         Make make{};                   ///< a server's; none: a RadixPlanner with these options
-        std::chrono::milliseconds pause{5000};
+        /// From going out to being looked at; doubled each time that it goes out unproven.
+        std::chrono::milliseconds pause{5000}, longest_pause{60000};
         std::size_t remembered = 4096; ///< conversations of which nothing waits or runs
     };
     struct Count {
@@ -35,6 +41,7 @@ public:
         for (auto& it : servers_)
             it.planner =
                 options_.make ? options_.make() : std::make_unique<RadixPlanner>(options_.planner);
+        for (auto& it : servers_) it.pause = options_.pause;
     }
 
     void add(RequestId id, const Prompt& prompt) override {
@@ -63,17 +70,8 @@ public:
         for (const auto i : order) {
             auto& server = servers_[i];
             if (!server.open) continue;
-            if (!up(i) && any_up()) {
-                // One at a time, to see whether it is back.
-                const auto until = server.since == Point{} ? now : server.since + options_.pause;
-                if (server.since == Point{}) server.since = now;
-                if (server.running > 0 || now < until || server.since == now) {
-                    wake_ = std::min(wake_, server.since + options_.pause);
-                    continue;
-                }
-                server.since = now;
-            }
-            if (own(server) == 0) steal(i, up(i));
+            if (server.out ? any_up() : !server.proven && server.running > 0) continue;
+            if (own(server) == 0) steal(i, server.proven);
             feed(server);
             if (auto pick = server.planner->next(now)) return send(*pick, i);
             wake_ = std::min(wake_, server.planner->wake());
@@ -87,7 +85,8 @@ public:
         if (it == items_.end() || it->second.place != Place::running) return;
         auto& server = servers_[it->second.server];
         server.planner->progressed(id, stage, now);
-        if (stage == Stage::first_text) return;
+        if (stage == Stage::first_text) return prove(server);
+        if (stage == Stage::failed) it->second.failed_at |= bit(it->second.server);
         --server.running;
         it->second.place = Place::nowhere; // may be added again
         if (stage == Stage::done) forget(it);
@@ -119,31 +118,96 @@ public:
     Point wake() const override { return wake_; }
     std::string_view holds() const override { return holds_; }
 
-    /// It has answered something, whatever that was.
+    /// It has answered a request.
     void alive(std::size_t server) {
-        const bool first = !any_up(); // what the others kept for want of another server goes to it
-        servers_[server].failures = 0;
-        servers_[server].since = Point{};
-        for (std::size_t i = 0; first && i < servers_.size(); ++i)
-            if (i != server) hand_over(i);
+        auto& it = servers_[server];
+        if (it.barred) return;
+        enter(server);
+        prove(it);
+        it.pause = options_.pause;
     }
 
-    /// A connection to it could not be made, or broke.
-    void unreachable(std::size_t server) {
+    /// It has said something that is no answer: that it is busy.
+    void reached(std::size_t server) { servers_[server].broken = 0; }
+
+    /// A connection to it could not be made, or broke. True: with that it has gone out.
+    bool unreachable(std::size_t server) {
         auto& it = servers_[server];
-        if (++it.failures < too_many) return;
+        if (++it.broken < too_many || it.out) return false;
+        leave_out(server);
+        return true;
+    }
+
+    /// What a failure may be the fault of.
+    enum class Fault {
+        item,    ///< its body, its length; or nobody can tell
+        passing, ///< of the server, now: 5xx, what is no answer
+        server,  ///< of the server, and lasting: the key, the quota, a model that it has not
+    };
+    struct Verdict {
+        bool elsewhere = false; ///< it is not held against the item: another server is asked
+        bool out = false;       ///< with that the server has gone out
+    };
+
+    /// It has answered with a failure that is not for its load. While it is the only one that is in
+    /// that is as with one server.
+    Verdict failed(std::size_t server, Fault fault) {
+        auto& it = servers_[server];
+        it.broken = 0;
+        if (it.proven && fault == Fault::item) return {};
+        ++it.failed;
+        Verdict verdict;
+        if (!another_up(server)) return verdict;
+        verdict.elsewhere = !it.proven || fault == Fault::server;
+        verdict.out = !it.out && it.failed >= (verdict.elsewhere ? few : many);
+        if (verdict.out) leave_out(server);
+        return verdict;
+    }
+
+    /// Nothing is sent to it until it is let in.
+    void leave_out(std::size_t server) {
+        auto& it = servers_[server];
+        it.out = true;
+        it.since = Point{};
+        it.look_after = it.pause;
+        it.pause = std::min(2 * it.pause, options_.longest_pause);
         it.planner->cache_lost();
         hand_over(server);
     }
 
-    bool up(std::size_t server) const { return servers_[server].failures < too_many; }
+    /// It is not the server that it was: no answer that still comes lets it in.
+    void bar(std::size_t server) { servers_[server].barred = true; }
+
+    /// It was looked at, and is well. It proves itself with its first answer.
+    void let_in(std::size_t server) {
+        servers_[server].proven = servers_[server].barred = false;
+        enter(server);
+    }
+
+    /// Those that are out and to be looked at now.
+    std::vector<std::size_t> due(Point now) {
+        std::vector<std::size_t> list;
+        for (std::size_t i = 0; i < servers_.size(); ++i) {
+            auto& it = servers_[i];
+            if (!it.out) continue;
+            if (it.since == Point{}) it.since = now;
+            if (now - it.since < it.look_after) continue;
+            it.since = now;
+            list.push_back(i);
+        }
+        return list;
+    }
+
+    bool up(std::size_t server) const { return !servers_[server].out; }
+    bool proven(std::size_t server) const { return servers_[server].proven; }
     std::size_t size() const { return servers_.size(); }
     const Count& count(std::size_t server) const { return servers_[server].count; }
     unsigned running(std::size_t server) const { return servers_[server].running; }
 
 private:
-    static constexpr unsigned too_many = 2;
-    static constexpr std::size_t window = 512; // in a server's planner at once
+    static constexpr unsigned too_many = 2;      // broken connections
+    static constexpr unsigned few = 3, many = 8; // failures with no answer between
+    static constexpr std::size_t window = 512;   // in a server's planner at once
     static constexpr std::size_t none = ~std::size_t(0);
 
     enum class Place { nowhere, fresh, queued, fed, running };
@@ -158,7 +222,8 @@ private:
         Session* session = nullptr;
         std::size_t server = 0;
         Place place = Place::nowhere;
-        bool planned = false; // it has been in an order: a failed one goes where it was
+        bool planned = false;        // it has been in an order: a failed one goes where it was
+        std::uint64_t failed_at = 0; // a bit a server
         std::uint64_t cost = 1;
     };
     using Items = std::unordered_map<RequestId, Item>;
@@ -167,9 +232,10 @@ private:
         std::deque<RequestId> queue; // planned, not in the planner yet
         std::deque<RequestId> fed;   // in it, in the order of the plan; some may have gone
         std::size_t waiting = 0;     // in the planner
-        unsigned running = 0, failures = 0;
-        bool open = true;
-        Point since{}; // of the last try while it is down
+        unsigned running = 0, broken = 0, failed = 0;
+        bool open = true, out = false, proven = true, barred = false;
+        std::chrono::milliseconds pause{}, look_after{};
+        Point since{}; // of the last look while it is out
         Count count;
     };
 
@@ -177,7 +243,44 @@ private:
 
     bool any_up() const {
         return std::any_of(servers_.begin(), servers_.end(),
-                           [](const Server& it) { return it.failures < too_many; });
+                           [](const Server& it) { return !it.out; });
+    }
+    bool another_up(std::size_t than) const {
+        for (std::size_t i = 0; i < servers_.size(); ++i)
+            if (i != than && up(i)) return true;
+        return false;
+    }
+
+    static void prove(Server& it) {
+        it.proven = true;
+        it.failed = it.broken = 0;
+    }
+
+    void enter(std::size_t server) {
+        const bool first = !any_up(); // what the others kept for want of another server goes to it
+        servers_[server].out = false;
+        servers_[server].failed = servers_[server].broken = 0;
+        for (std::size_t i = 0; first && i < servers_.size(); ++i)
+            if (i != server) hand_over(i);
+    }
+
+    static std::uint64_t bit(std::size_t server) {
+        return server < 64 ? std::uint64_t(1) << server : 0;
+    }
+
+    // For one that has failed: where it has not yet, with the least to do; none: nowhere else. A
+    // conversation stays.
+    std::size_t elsewhere(const Item& item) const {
+        if (item.failed_at == 0 || item.session) return none;
+        const auto load = [this](std::size_t i) {
+            const auto& it = servers_[i];
+            return std::pair(!it.proven, own(it) + it.running);
+        };
+        std::size_t best = none;
+        for (std::size_t i = 0; i < servers_.size(); ++i)
+            if (up(i) && !(item.failed_at & bit(i)) && (best == none || load(i) < load(best)))
+                best = i;
+        return best;
     }
 
     void forget(Items::iterator it) {
@@ -206,7 +309,9 @@ private:
             const auto found = items_.find(id);
             if (found == items_.end()) continue; // removed
             const auto& item = found->second;
-            const auto server = item.session   ? item.session->server
+            const auto other = elsewhere(item);
+            const auto server = other != none  ? other
+                                : item.session ? item.session->server
                                 : item.planned ? item.server
                                                : none;
             if (server != none && (up(server) || !any_up()))
@@ -317,11 +422,14 @@ private:
         return ids;
     }
 
-    // From the one that has most left. One that is only tried takes one.
+    // From the one that has most left. One that is not proven takes one.
     void steal(std::size_t thief, bool half) {
         std::vector<std::size_t> victims;
         for (std::size_t i = 0; i < servers_.size(); ++i) {
-            const std::size_t least = servers_[i].open ? 1 : 0; // its last one it will send itself
+            // Its last one it will send itself.
+            const auto& it = servers_[i];
+            const bool takes = it.open && (it.proven || it.running == 0);
+            const std::size_t least = takes ? 1 : 0;
             if (i != thief && own(servers_[i]) > least) victims.push_back(i);
         }
         std::stable_sort(victims.begin(), victims.end(), [this](std::size_t a, std::size_t b) {

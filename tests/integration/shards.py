@@ -910,6 +910,24 @@ class Replicas(WithServers):
         self.all_answered(process, 40)
         self.assertEqual(self.asked_of("c"), [])
 
+    def test_when_all_are_away_the_run_waits_for_one_to_come_back(self):
+        ports = free_port(), free_port()
+        urls = [f"http://127.0.0.1:{port}/v1" for port in ports]
+        dying = [self.late(name, port, self.model, FAKE_OPENAI_GATE="2 never") for name, port in zip("ab", ports)]
+        process = self.compared(self.groups(40), *urls)
+        until(lambda: len(self.asked_of("a")) == len(self.asked_of("b")) == 4)
+        for it in dying:
+            it.kill()
+            it.wait()
+        for _ in urls:
+            self.said(process, "it is left out, and looked at again")
+        self.late("c", ports[0], "n")  # of another model: it is not asked, though there is no other
+        self.said(process, urls[0], 'serves "n"')
+        self.late("d", ports[1], self.model)
+        self.all_answered(process, 40)
+        self.assertEqual(self.asked_of("c"), [])
+        self.assertEqual(len(self.asked_of("d")), 36)
+
     def test_one_that_is_not_well_at_first_is_done_without(self):
         _, a = self.server("a")
         suite = self.groups(12)

@@ -331,6 +331,7 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     }
     parts.streamed = streamed(list, row);
     const auto tools = member(list, "tools");
+    parts.calls = tools && *tools != "null" && *tools != "[]";
     const auto add = [&](std::optional<std::string_view> text) {
         if (text && *text != "null") parts.segments.push_back(*text);
     };

@@ -50,7 +50,7 @@ struct JournalOptions {
     std::int64_t whole_items = 0;
     std::string cut;
 
-    std::size_t group = 1024;                ///< answers in one commit, at most
+    std::size_t group = 256;                 ///< answers in one commit, at most
     std::size_t group_bytes = 4 << 20;       ///< of answers, likewise
     std::chrono::milliseconds group_age{20}; ///< the first answer of a group waits no longer
     std::function<void(Failure)> on_failure; ///< it cannot be written any more; called once

@@ -31,7 +31,9 @@ struct Prompt {
     std::string session{};                     ///< turns of one conversation share it; empty: none
     int turn = 0;
     bool streamed = true; ///< its first text will be seen before its end
-    unsigned kind = 0;    ///< where kinds do not go together: which; a RadixPlanner does not ask
+    /// It may bring none until then all the same: a call of a tool is shown when it is whole.
+    bool calls = false;
+    unsigned kind = 0; ///< where kinds do not go together: which; a RadixPlanner does not ask
     std::uint32_t client = 0; ///< whose it is: those of several go by turns
     /// Of the bytes, those of the system prompt and the tools, if they come first. A server that
     /// pads computes them in a step of their own.
@@ -217,6 +219,7 @@ public:
         const auto most = prompt.output_tokens.value_or(0);
         entry = {&node, bytes, predicted(node, most), most, ++arrivals_};
         entry.streamed = prompt.streamed;
+        entry.calls = prompt.calls;
         entry.client = prompt.client;
         entry.front = std::min(prompt.front, bytes);
         if (prompt.session.empty() || options_.in_order) return enqueue(id, entry);
@@ -283,7 +286,7 @@ public:
         if (entry.filling) {
             entry.filling = false;
             filling_.erase(std::find(filling_.begin(), filling_.end(), entry.cold));
-            taken_ = !filling_.empty();
+            taken_ = !entry.calls && !filling_.empty();
         }
         if (!ended) return;
         --running_;
@@ -533,7 +536,7 @@ private:
         int turn = 0;
         std::uint32_t followers = 0; // that wait for it, as a leader
         std::uint32_t client = 0;
-        bool streamed = true;
+        bool streamed = true, calls = false;
         bool filling = false; // it runs, and what is cold is being prefilled
     };
     struct Client {
@@ -1059,7 +1062,9 @@ private:
         }
         const auto padded = most.first * (filling_.size() + 1) + most.second * twice;
         // What goes on is short, and its prompt leaves the cache before long.
-        return padded > sum + sum / 10 + (entry.goes_on ? 2 : 1) * options_.padding_bytes;
+        // Whose text does not show holds a place until its end: to wait for it costs more.
+        return padded > sum + sum / 10 * (entry.calls ? 3 : 1) +
+                            (entry.goes_on ? 2 : 1) * options_.padding_bytes;
     }
     // Those who wait for a leader need places when it has filled the cache: soon others push it
     // out.

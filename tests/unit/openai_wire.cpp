@@ -1590,6 +1590,10 @@ TEST_CASE("whether a prompt's first text will be seen is whether its body goes o
         }
     }
     CHECK(read_prompt(request_of("{}"), row_of("mlx-server")).streamed);
+    CHECK(read_prompt(request_of(R"({"tools": [{"type": "function"}]})"), row_of("mlx-server"))
+              .calls);
+    for (const auto* none : {"{}", R"({"tools": []})", R"({"tools": null})"})
+        CHECK_FALSE(read_prompt(request_of(none), row_of("mlx-server")).calls);
     CHECK_FALSE(read_prompt(request_of(R"({"logprobs":true})"), row_of("mlx-server")).streamed);
 }
 

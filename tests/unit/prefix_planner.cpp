@@ -1127,6 +1127,25 @@ TEST_CASE("who is not streamed says nothing of its prefill, and nobody waits for
     CHECK(burst(planner) == Ids{1, 3, 5}); // their followers wait, as ever
 }
 
+TEST_CASE("a call of a tool shows no text: what waits for it to be alike waits less") {
+    for (const bool calls : {false, true}) {
+        Options options;
+        options.padding_bytes = 100;
+        RadixPlanner planner(options);
+        for (RequestId id = 1; id <= 6; ++id) {
+            evalrt::Prompt prompt{"d", {std::string(4000 - 600 * id, char('a' + id))}, {}};
+            prompt.calls = calls;
+            planner.add(id, prompt);
+        }
+        const auto first = burst(planner);
+        CHECK(first.size() == (calls ? 3 : 2));
+        // When one has ended the next come, without the others' end; but not if text shows when
+        // these have been computed.
+        planner.progressed(first[0], Step::done, start);
+        CHECK(burst(planner).empty() == !calls);
+    }
+}
+
 TEST_CASE("nobody is overtaken for ever by those who come later and share more") {
     Options options;
     options.overtaking = 5;

@@ -105,13 +105,16 @@ void Report::add(const Response& response) {
     maximum_.add(response.maximum_cached);
     const auto& timing = response.timing;
     if (!timing.first_text) return;
-    ttft_.add(timing.first_text->count());
+    // As a journal keeps them: what is read from it falls between the same bounds.
+    const auto whole = [](Timing::Millis value) { return std::round(value.count() * 1000) / 1000; };
+    const auto first = whole(*timing.first_text);
+    ttft_.add(first);
     if (!token_chunks_) return; // how many were in the first is not known
     // By the server's count: it may send several tokens at once. But all at once show no time.
     const auto tokens = response.usage.completion_tokens.value_or(0);
-    if (tokens > 1 && timing.last_text > timing.first_text) {
-        const double each =
-            (timing.last_text->count() - timing.first_text->count()) / double(tokens - 1);
+    const auto last = timing.last_text ? whole(*timing.last_text) : first;
+    if (tokens > 1 && last > first) {
+        const double each = (last - first) / double(tokens - 1);
         inter_token_.add(each);
         if (tokens >= 8) token_ms_ = token_ms_ > 0 ? std::min(token_ms_, each) : each;
     }

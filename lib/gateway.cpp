@@ -198,16 +198,16 @@ private:
     const GatewayOptions& options() const { return impl_->options; }
 
     void fill(std::size_t room = 16 << 10) {
-        if (reading_ || gone_ || in_.size() >= read_ahead) return;
+        if (reading_ || gone_ || in_.size() >= options().header_limit + read_ahead) return;
         reading_ = true;
         socket_.async_read_some(in_.room(room),
                                 [self = shared_from_this()](error_code ec, std::size_t n) {
                                     self->reading_ = false;
                                     self->in_.came(n);
-                                    if (ec)
-                                        self->close();
-                                    else
-                                        self->wake();
+                                    if (ec) return self->close();
+                                    // Its end is to be seen behind whatever it sends.
+                                    if (self->asking_) self->fill();
+                                    self->wake();
                                 });
     }
 
@@ -303,7 +303,7 @@ private:
     bool live(const Job& job) const { return writer_ && (job.text_first || writer_->text_first()); }
     bool mine(const Job& job) const { return !gone_ && job.listener == this; }
 
-    static constexpr std::size_t read_ahead = 64 << 10; // of what comes while a request runs
+    static constexpr std::size_t read_ahead = 16 << 10; // of what comes behind a head
 
     std::shared_ptr<Core> impl_;
     Tcp::socket socket_;
@@ -318,6 +318,7 @@ private:
 
     Clock::time_point until_ = Clock::time_point::max();
     bool late_ = false;
+    bool asking_ = false;             // an answer is on its way
     std::coroutine_handle<> waiting_; // for an event; null: it runs, or writes
     std::shared_ptr<Session> self_;   // meanwhile
     std::optional<Task<>> job_;       // the last one: its frames look at all the others
@@ -518,10 +519,12 @@ Task<> Session::ask_server(std::string body) {
                                     if (job->listener) job->listener->wake();
                                     impl->check_closed();
                                 })));
+    asking_ = true;
     fill();
     job->listener = this;
     while (!job->done && !gone_) co_await wait(Clock::time_point::max());
     job->listener = nullptr;
+    asking_ = false;
     if (!job->done) job->cancel.emit(asio::cancellation_type::terminal);
     if (gone_) co_return;
     const auto& response = job->response;
@@ -554,6 +557,7 @@ Task<> Session::ask_model(std::string body) {
     writer_.reset();
     if (job->flow) job->flow->go();
     job->linger.reset();
+    asking_ = true;
     fill();
     bool delivered = false;
     try {
@@ -569,6 +573,7 @@ Task<> Session::ask_model(std::string body) {
 }
 
 void Session::leave(const std::shared_ptr<Job>& job, bool delivered) {
+    asking_ = false;
     if (job->listener != this) return close(); // the client has asked again elsewhere
     const auto waited = Clock::now() - asked_at_ + std::chrono::milliseconds(100);
     impl_->leave(job, delivered, call_.patience.count() > 0 && waited >= call_.patience);

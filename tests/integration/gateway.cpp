@@ -335,7 +335,8 @@ TEST_CASE("a client that goes away cancels its request, at every stage") {
     auto options = unhurried();
     options.linger = 100ms;
     Rig rig(options);
-    for (const auto stage : {"before the first byte", "not streamed", "in the stream"}) {
+    for (const auto stage :
+         {"before the first byte", "not streamed", "in the stream", "after more"}) {
         CAPTURE(stage);
         const bool streamed = std::string_view(stage) != "not streamed";
         auto& client = rig.connect();
@@ -346,12 +347,18 @@ TEST_CASE("a client that goes away cancels its request, at every stage") {
             rig.backend.text(call, "a");
             REQUIRE(rig.until([&] { return !client.in.empty(); }));
         }
+        if (std::string_view(stage) == "after more") {
+            client.send("\r\n");
+            rig.settle(50ms);
+            client.send("GET /health HTTP/1.1\r\n");
+            rig.settle(50ms);
+        }
         client.close();
         CHECK(rig.until([&] { return rig.backend.cancelled > cancelled; }));
         CHECK(rig.until([&] { return rig.gateway.stats().connections == 0; }));
     }
     CHECK(rig.until([&] { return rig.gateway.stats().open == 0; }));
-    CHECK(rig.gateway.stats().failed[std::size_t(Errc::cancelled) - 1] == 3);
+    CHECK(rig.gateway.stats().failed[std::size_t(Errc::cancelled) - 1] == 4);
 }
 
 TEST_CASE("the default leaves a request without its client for less than a second") {
@@ -576,6 +583,19 @@ TEST_CASE("what is not streamed is never held back, nor what no client waits for
     REQUIRE(rig.until([&] { return rig.gateway.stats().connections == 0; }));
     rig.backend.text(0, std::string(100, 'x'));
     CHECK(!rig.backend.pending.at(0).request.flow->held());
+}
+
+TEST_CASE("a head at its limit is taken, one over it refused, in whatever pieces it comes") {
+    Rig rig(unhurried());
+    const auto begin =
+        fmt::format("GET /health HTTP/1.1\r\nHost: 127.0.0.1:{}\r\nX-A: ", rig.gateway.port());
+    for (const std::size_t size : {65530, 65533, 65535, 65536, 65537, 65600, 70000, 200000}) {
+        CAPTURE(size);
+        auto& client = rig.connect();
+        client.send(begin + std::string(size - begin.size(), 'a') + "\r\n\r\n");
+        REQUIRE(rig.until([&] { return whole(client); }));
+        CHECK(status(client) == (size <= 65536 ? 200 : 431));
+    }
 }
 
 TEST_CASE("what is refused is refused before its body is read, and the backend never asked") {

@@ -444,7 +444,9 @@ TEST_CASE("a batch that the planner held back is completed when it lets go") {
 }
 
 TEST_CASE("a server whose texts come one after the other does not batch") {
-    const auto run = [](unsigned limit, int together, std::int64_t tokens) {
+    using Millis = evalrt::Timing::Millis;
+    const auto run = [](unsigned limit, int together, std::int64_t tokens,
+                        Millis last = Millis(100)) {
         Queue queue(in_flight(limit));
         queue.submit(1, 40);
         std::deque<RequestId> running;
@@ -460,14 +462,16 @@ TEST_CASE("a server whose texts come one after the other does not batch") {
                 for (const auto id : now) queue.core.text(id, start);
             Response response;
             response.usage.completion_tokens = tokens;
+            response.timing = {Millis(0), Millis(1), last, Millis(800)};
             for (const auto id : now) queue.core.ended(id, response, false, start);
         }
         return queue.core.stats(start).one_by_one;
     };
     CHECK(run(8, 1, 20));
     CHECK_FALSE(run(8, 2, 20));
-    CHECK_FALSE(run(3, 1, 20)); // too few were asked to say
-    CHECK_FALSE(run(8, 1, 2));  // an answer as short has ended before the next one begins
+    CHECK_FALSE(run(3, 1, 20));            // too few were asked to say
+    CHECK_FALSE(run(8, 1, 20, Millis(2))); // held back until its end
+    CHECK_FALSE(run(8, 1, 2)); // an answer as short has ended before the next one begins
 }
 
 TEST_CASE("a planner is told how many places are free") {
@@ -785,6 +789,23 @@ TEST_CASE("requests that could not be sent wait for the server, and only one of 
     REQUIRE(sent.size() == 1);
     CHECK(queue.answer(sent.front(), now));
     CHECK(queue.next(now).size() == 3);
+}
+
+TEST_CASE("a server that answers nobody is looked at with those that were not sent yet") {
+    auto options = in_flight(4);
+    options.breaker = {.failures = 4, .first_pause = 1s, .longest_pause = 4s, .patience = 60s};
+    Queue queue(options);
+    queue.submit(1, 6);
+    CHECK(queue.next() == Ids{1, 2, 3, 4});
+    // The server closes on these bodies.
+    for (const RequestId id : {1, 2, 3, 4})
+        CHECK_FALSE(queue.fail(id, failed(Errc::unreachable, evalrt::Stage::sent)));
+    CHECK(queue.next(start + 999ms).empty());
+    CHECK(queue.core.wake(start + 999ms) == start + 1s);
+    const auto now = start + 1s;
+    CHECK(queue.next(now) == Ids{5});
+    CHECK(queue.answer(5, now));
+    CHECK(queue.next(now).size() == 4); // 6, and three of the others
 }
 
 TEST_CASE("a server that stays away is gone") {

@@ -123,7 +123,7 @@ public:
             server.breaker.alive();
             ++stats_.answered;
             server.refusals = 0;
-            if (had_text && server.running + 1 >= several && answer_of_some_length(response))
+            if (had_text && server.running + 1 >= several && shows_its_pace(response))
                 ++server.beside;
             if (!had_text) // it came in one piece
                 server.limiter.tokens(double(response.usage.completion_tokens.value_or(1)),
@@ -291,7 +291,8 @@ public:
             if (may_wait && it.paused_until > now) at = std::min(at, it.paused_until);
         }
         if (opens == Point::max()) return at;
-        if (!delayed_.empty()) at = std::min(at, std::max(delayed_.begin()->first, opens));
+        if (!delayed_.empty() && !looks_with_others())
+            at = std::min(at, std::max(delayed_.begin()->first, opens));
         if (may_wait) at = std::min(at, held_until_);
         return at;
     }
@@ -346,8 +347,12 @@ private:
 
     // What has to be seen of a server to say that it answers one request at a time.
     static constexpr unsigned several = 4, enough_beside = 8;
-    static bool answer_of_some_length(const Response& response) {
-        return response.usage.completion_tokens.value_or(0) >= several;
+    // Of some length, and with time between its texts: what holds them back until the end, as a
+    // proxy may, hides whether they were made beside others'.
+    static bool shows_its_pace(const Response& response) {
+        const auto& timing = response.timing;
+        return response.usage.completion_tokens.value_or(0) >= several && timing.first_text &&
+               timing.last_text && (*timing.last_text - *timing.first_text) * 64 >= timing.total;
     }
 
     static unsigned allowed(const Server& it, Point now) {
@@ -467,7 +472,7 @@ private:
             forget(committing_.front().second);
             committing_.pop_front();
         }
-        while (!delayed_.empty() && delayed_.begin()->first <= now) {
+        while (!looks_with_others() && !delayed_.empty() && delayed_.begin()->first <= now) {
             const RequestId id = delayed_.begin()->second;
             delayed_.erase(delayed_.begin());
             Item& item = items_.at(id);
@@ -475,6 +480,12 @@ private:
             planner_.add(id, item.prompt);
             ++waiting_;
         }
+    }
+
+    // A server that answers nobody is looked at with one request at a time: first with those that
+    // were not sent yet, as what it did not answer may be to blame itself.
+    bool looks_with_others() const {
+        return servers_.size() == 1 && servers_[0].breaker.open() && waiting_ > 0;
     }
 
     void forget(RequestId id) {

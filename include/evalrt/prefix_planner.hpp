@@ -237,7 +237,9 @@ public:
         holds_ = {};
         passed_ = 0;
         while (!expected_.empty() && expected_.begin()->first <= now) end_silent();
+        if (taken_ && now >= taken_until_) taken_ = false;
         if (root_.waiting == 0) return {};
+        if (taken_) wake_ = std::min(wake_, taken_until_);
         auto found = overtaken(now);
         std::string_view why = options_.in_order ? "arrival" : "overtaken";
         if (!found.node) {
@@ -287,6 +289,7 @@ public:
             entry.filling = false;
             filling_.erase(std::find(filling_.begin(), filling_.end(), entry.cold));
             taken_ = !entry.calls && !filling_.empty();
+            taken_until_ = now + 16 * (now - entry.sent) + std::chrono::milliseconds(100);
         }
         if (!ended) return;
         --running_;
@@ -1196,7 +1199,8 @@ private:
     std::unordered_map<std::string, Session> sessions_;            // that have not ended
     std::vector<Cold> filling_;                                    // of those without text
     std::size_t room_ = std::numeric_limits<std::uint32_t>::max(); // places that are free
-    bool taken_ = false; // some of them have their text: the others are computed by now
+    bool taken_ = false;  // some of them have their text: the others are computed by now
+    Point taken_until_{}; // and if not, then no longer than this: one may hide its text
     std::set<std::pair<std::uint64_t, RequestId>> continuing_; // waiting turns of open sessions
     std::vector<Node*> slots_;                // what free ones hold, the oldest first
     double seen_bytes_ = 0, seen_tokens_ = 0; // of the prompts that were answered

@@ -89,6 +89,7 @@ public:
     }
 
     std::optional<Pick> next(Point now) {
+        if (now >= taken_until_) taken_ = false;
         RequestId best = 0;
         for (auto& [id, item] : items_)
             if (!item.running && may_go(item, now) && !pads(item) &&
@@ -115,7 +116,7 @@ public:
         return pick;
     }
 
-    void progressed(RequestId id, Step step) {
+    void progressed(RequestId id, Step step, Point now) {
         auto& item = items_.at(id);
         const bool visible =
             step == Step::done || (step == Step::first_text && options_.release != Release::done);
@@ -125,6 +126,7 @@ public:
         }
         if (visible) item.leads = false;
         taken_ |= item.filling;
+        if (item.filling) taken_until_ = now + 16 * (now - item.sent) + 100ms;
         item.filling = false;
         if (std::none_of(items_.begin(), items_.end(),
                          [](const auto& it) { return it.second.running && it.second.filling; }))
@@ -261,6 +263,7 @@ private:
     std::map<std::string, Mark> marks_;
     std::uint64_t arrivals_ = 0;
     bool taken_ = false;
+    Point taken_until_{};
 };
 
 using Random = std::minstd_rand;
@@ -359,7 +362,7 @@ TEST_CASE("a random life of a planner goes as the naive model says") {
                  case Event::added: model.add(event.id, question); break;
                  case Event::removed: model.remove(event.id); break;
                  case Event::progressed:
-                     model.progressed(event.id, step);
+                     model.progressed(event.id, step, now);
                      promoted += step == Step::failed;
                      break;
                  case Event::later: break;
@@ -1133,7 +1136,8 @@ TEST_CASE("a call of a tool shows no text: what waits for it to be alike waits l
         options.padding_bytes = 100;
         RadixPlanner planner(options);
         for (RequestId id = 1; id <= 6; ++id) {
-            evalrt::Prompt prompt{"d", {std::string(4000 - 600 * id, char('a' + id))}, {}};
+            const std::string text(4000 - 600 * id, char('a' + id));
+            evalrt::Prompt prompt{"d", {text}, {}};
             prompt.calls = calls;
             planner.add(id, prompt);
         }
@@ -1144,6 +1148,21 @@ TEST_CASE("a call of a tool shows no text: what waits for it to be alike waits l
         planner.progressed(first[0], Step::done, start);
         CHECK(burst(planner).empty() == !calls);
     }
+}
+
+TEST_CASE("one whose text does not come holds up the others no longer than prefills take") {
+    Options options;
+    options.padding_bytes = 100;
+    RadixPlanner planner(options);
+    for (RequestId id = 1; id <= 3; ++id) add(planner, id, std::string(400, char('a' + id)));
+    CHECK(burst(planner).size() == 3);
+    planner.progressed(1, Step::first_text, start + 200ms);
+    add(planner, 4, std::string(400, 'z'));
+    CHECK_FALSE(planner.next(start + 200ms));
+    CHECK(planner.holds() == "padding");
+    CHECK(planner.wake() == start + 3500ms); // 16 times as long, and a little
+    CHECK_FALSE(planner.next(start + 3499ms));
+    CHECK(planner.next(start + 3500ms)->id == 4);
 }
 
 TEST_CASE("nobody is overtaken for ever by those who come later and share more") {

@@ -808,6 +808,40 @@ TEST_CASE("a server that answers nobody is looked at with those that were not se
     CHECK(queue.next(now).size() == 4); // 6, and three of the others
 }
 
+TEST_CASE("what waits for a failed one does not keep it from being sent again") {
+    // The least id first, and the others only when it has ended.
+    struct InLine final : PrefixPlanner {
+        std::set<RequestId> there;
+        bool busy = false;
+        void add(RequestId id, const evalrt::Prompt&) override { there.insert(id); }
+        std::optional<evalrt::Pick> next(Point) override {
+            if (busy || !there.contains(1)) return {};
+            busy = true;
+            there.erase(1);
+            return evalrt::Pick{1, 1, 0, 0};
+        }
+        void progressed(RequestId, Stage stage, Point) override {
+            if (stage != Stage::first_text) busy = false;
+        }
+        void remove(RequestId id) override { there.erase(id); }
+    };
+    auto options = in_flight(4);
+    options.breaker = {.failures = 1, .first_pause = 1s, .longest_pause = 4s, .patience = 60s};
+    Queue queue(options, std::make_unique<InLine>());
+    queue.submit(1, 2);
+    CHECK(queue.next() == Ids{1});
+    CHECK_FALSE(queue.fail(1, failed(Errc::unreachable)));
+    auto now = start;
+    Ids sent;
+    for (int i = 0; i < 8 && sent.empty(); ++i) {
+        const auto wake = queue.core.wake(now);
+        REQUIRE(wake > now); // it does not ask again and again
+        REQUIRE(wake < start + 10s);
+        sent = queue.next(now = wake);
+    }
+    CHECK(sent == Ids{1});
+}
+
 TEST_CASE("a server that stays away is gone") {
     auto options = in_flight(1);
     options.breaker = {.failures = 1, .patience = 30s};

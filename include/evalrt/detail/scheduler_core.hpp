@@ -291,8 +291,7 @@ public:
             if (may_wait && it.paused_until > now) at = std::min(at, it.paused_until);
         }
         if (opens == Point::max()) return at;
-        if (!delayed_.empty() && !looks_with_others())
-            at = std::min(at, std::max(delayed_.begin()->first, opens));
+        if (!delayed_.empty()) at = std::min(at, std::max(delayed_.begin()->first, opens));
         if (may_wait) at = std::min(at, held_until_);
         return at;
     }
@@ -404,6 +403,10 @@ private:
         if (waiting_ == 0 || alone_) return closed("suspects");
         if (servers_.size() == 1) planner_.room(allowed(servers_[0], now) - servers_[0].running);
         auto pick = planner_.next(now);
+        if (!pick && looks_with_others()) { // they may all wait for one that has failed
+            release(now, true);
+            pick = planner_.next(now);
+        }
         if (!pick) {
             held_until_ = planner_.wake();
             return closed(planner_.holds());
@@ -466,13 +469,14 @@ private:
             stop_reason_ = {*response.outcome, std::move(why)};
     }
 
-    void release(Point now) {
+    void release(Point now, bool all = false) {
         while (!committing_.empty() && committing_.front().first <= now) {
             planner_.progressed(committing_.front().second, PrefixPlanner::Stage::done, now);
             forget(committing_.front().second);
             committing_.pop_front();
         }
-        while (!looks_with_others() && !delayed_.empty() && delayed_.begin()->first <= now) {
+        while ((all || !looks_with_others()) && !delayed_.empty() &&
+               delayed_.begin()->first <= now) {
             const RequestId id = delayed_.begin()->second;
             delayed_.erase(delayed_.begin());
             Item& item = items_.at(id);

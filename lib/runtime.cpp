@@ -86,29 +86,28 @@ bool names(const BackendRow& row, std::string_view word) {
                        [&](const auto& entry) { return has(entry.second); });
 }
 
-bool given(std::span<const std::string> arguments, std::string_view option) {
-    return std::any_of(arguments.begin(), arguments.end(), [&](const std::string& it) {
-        return it.starts_with(option) && (it.size() == option.size() || it[option.size()] == '=');
-    });
-}
-
-// The number that the arguments give to an option, "--flag N" or "--flag=N"; the last counts.
-std::optional<unsigned> number_given(std::span<const std::string> arguments,
-                                     std::string_view flag) {
-    std::optional<unsigned> found;
+// What the arguments give to an option, "--flag VALUE" or "--flag=VALUE"; the last counts.
+std::optional<std::string_view> given(std::span<const std::string> arguments,
+                                      std::string_view option) {
+    std::optional<std::string_view> found;
     for (std::size_t i = 0; i < arguments.size(); ++i) {
         std::string_view it = arguments[i];
-        if (!it.starts_with(flag)) continue;
-        it.remove_prefix(flag.size());
-        if (it.empty() && i + 1 < arguments.size())
-            it = arguments[i + 1];
-        else if (it.starts_with('='))
-            it.remove_prefix(1);
-        unsigned number = 0;
-        const auto end = it.data() + it.size();
-        if (std::from_chars(it.data(), end, number).ptr == end && !it.empty()) found = number;
+        if (!it.starts_with(option)) continue;
+        it.remove_prefix(option.size());
+        if (it.empty())
+            found = i + 1 < arguments.size() ? std::string_view(arguments[i + 1]) : it;
+        else if (it.front() == '=')
+            found = it.substr(1);
     }
     return found;
+}
+
+std::optional<unsigned> as_number(std::string_view text) {
+    unsigned number = 0;
+    const auto end = text.data() + text.size();
+    const auto [stop, ec] = std::from_chars(text.data(), end, number);
+    if (ec != std::errc() || stop != end) return {};
+    return number;
 }
 
 // What a constructor on the way has thrown.
@@ -175,7 +174,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         fix_in_flight();
         // Two are for what is being put in.
         if (starts && !row.cache_flag.empty())
-            if (const auto prompts = number_given(options.server_args, row.cache_flag))
+            if (const auto prompts =
+                    as_number(given(options.server_args, row.cache_flag).value_or("")))
                 row.sessions = std::max(*prompts, 3U) - 2;
         if (starts)
             for (const auto& it : row.alone)

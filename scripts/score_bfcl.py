@@ -31,6 +31,8 @@ import types
 import warnings
 from pathlib import Path
 
+from coverage_words import not_complete, outcome
+
 # Python 3.10 or later. Pinned where bfcl_eval pins. bfcl_eval itself is installed with --no-deps: the
 # rest of what it asks for (torch by way of others) belongs to other categories and models' handlers.
 PACKAGES = ["tenacity>=8.5.0", "overrides", "filelock==3.20.0", "python-dotenv>=1.0.1", "tqdm"]
@@ -244,10 +246,7 @@ def score(args, scratch):
                 "complete": len(verdicts) == len(items)}
     line = f"{sum(verdicts)} of {len(verdicts)} correct"
     if not coverage["complete"]:
-        classes = ", ".join(f"{n} {name}" for name, n in sorted(failures.items()))
-        line += (f", NOT COMPLETE: {coverage['answered']} of {len(items)} answered, "
-                 f"{failed} failed{f' ({classes})' if classes else ''}, "
-                 f"{coverage['no_verdict']} without a verdict, {not_run} not run")
+        line += ", " + not_complete(outcome(len(items), coverage))
     say(line)
     return {"correct": sum(verdicts), "total": len(verdicts), "per_item": per_item,
             "coverage": coverage}

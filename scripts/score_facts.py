@@ -17,6 +17,8 @@ import re
 import sys
 import unicodedata
 
+from coverage_words import not_complete, outcome
+
 ANSWER = re.compile(r"answer\s*:\s*([^\n]*)", re.IGNORECASE)
 ARTICLE = re.compile(r"^(?:the|a|an)\s+")
 
@@ -64,16 +66,6 @@ def is_correct(text, accepted):
     return bool(found) and normalise(found[-1]) in {normalise(a) for a in accepted}
 
 
-def said(coverage):
-    """What a score has to say of the items that it does not count."""
-    if coverage["complete"]:
-        return ""
-    classes = ", ".join(f"{n} {name}" for name, n in sorted(coverage["failures"].items()))
-    return (f", NOT COMPLETE: {coverage['answered']} of {coverage['items']} answered, "
-            f"{coverage['failed']} failed{f' ({classes})' if classes else ''}, "
-            f"{coverage['not_run']} not run")
-
-
 def main():
     if len(sys.argv) != 3:
         raise SystemExit("usage: score_facts.py ANSWERS.jsonl OUTPUT.jsonl")
@@ -94,7 +86,10 @@ def main():
     failed = sum(failures.values())
     coverage = {"items": len(per_item), "answered": answered, "failed": failed, "failures": failures,
                 "not_run": len(per_item) - answered - failed, "complete": answered == len(per_item)}
-    print(f"score_facts: {correct} of {answered} correct{said(coverage)}", file=sys.stderr)
+    line = f"score_facts: {correct} of {answered} correct"
+    if not coverage["complete"]:
+        line += ", " + not_complete(outcome(len(per_item), coverage))
+    print(line, file=sys.stderr)
     print(json.dumps({"correct": correct, "total": len(per_item), "per_item": per_item,
                       "coverage": coverage}))
 

@@ -16,6 +16,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from coverage_words import not_complete, outcome
+
 
 def lines(path):
     with open(path, encoding="utf-8") as file:
@@ -156,12 +158,6 @@ def coverage(run):
     return {key: run[key] for key in ("requests", "answered", "failed", "failures", "not_run")}
 
 
-def missing(name, run):
-    classes = ", ".join(f"{n} {errc}" for errc, n in sorted(run["failures"].items()))
-    return (f"{name} {run['answered']} of {run['requests']} answered, {run['failed']} failed"
-            f"{f' ({classes})' if classes else ''}, {run['not_run']} not run")
-
-
 def number(value, digits=0, unit=""):
     return "n/a" if value is None else f"{value:,.{digits}f}{unit}"
 
@@ -225,7 +221,8 @@ def report(folder, min_speedup, scores):
         print(f"score: {score['sequential']:.1%} one at a time, {score['batched']:.1%} by evalrt, "
               f"on {score['items']} of {score['of']} items; p = {score['p_value']}: {score['verdict']}"
               + ("" if score["coverage"]["complete"] else
-                 f"; NOT COMPLETE: {missing('one at a time', before)}; {missing('evalrt', after)}"))
+                 "; " + not_complete("one at a time " + outcome(before["requests"], before),
+                                     "evalrt " + outcome(after["requests"], after))))
         for name, ids in (("only one at a time", score["only_sequential_right"]),
                           ("only by evalrt", score["only_batched_right"])):
             if ids:

@@ -174,7 +174,7 @@ TEST_CASE("--shard auto reads what schedulers set, Open MPI before Slurm before 
         {"SLURM_ARRAY_TASK_COUNT", "3"},
         {"SLURM_ARRAY_TASK_MIN", "1"}},
        2, 3);
-    is("auto",
+    is("auto/3",
        {{"SLURM_ARRAY_TASK_ID", "14"},
         {"SLURM_ARRAY_TASK_COUNT", "3"},
         {"SLURM_ARRAY_TASK_MIN", "10"},
@@ -188,7 +188,7 @@ TEST_CASE("--shard auto reads what schedulers set, Open MPI before Slurm before 
        1, 2);
     is("auto/5", {{"JOB_COMPLETION_INDEX", "4"}}, 4, 5);
     is("auto/4", {{"SLURM_ARRAY_TASK_ID", "0"}, {"SLURM_ARRAY_TASK_COUNT", "4"}}, 0, 4);
-    is("auto",
+    is("auto/3",
        {{"SLURM_ARRAY_TASK_ID", "10"},
         {"SLURM_ARRAY_TASK_COUNT", "3"},
         {"SLURM_ARRAY_TASK_MIN", "2"},
@@ -237,5 +237,16 @@ TEST_CASE("--shard auto: what the scheduler says stands, and its numbers must ha
                           {"SLURM_ARRAY_TASK_STEP", "1"}},
                          error));
         CHECK(error.find("gaps (3 tasks from 0 to 7)") != error.npos);
+    }
+    // --array=3 of an array that was larger, and --array=3-4.
+    for (const auto* count : {"1", "2"}) {
+        std::map<std::string, std::string> env{{"SLURM_ARRAY_TASK_ID", "3"},
+                                               {"SLURM_ARRAY_TASK_COUNT", count},
+                                               {"SLURM_ARRAY_TASK_MIN", "3"}};
+        CHECK_FALSE(read("auto", env, error));
+        CHECK(error.find("begin at 3, so they may be some of more: give auto/" +
+                         std::string(count)) != error.npos);
+        CHECK(read(std::string("auto/") + count, env, error));
+        CHECK_FALSE(read("auto/64", env, error));
     }
 }

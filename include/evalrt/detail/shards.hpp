@@ -151,6 +151,13 @@ std::optional<ShardChoice> read_shard(std::string_view text, Get get, std::strin
             if (error.empty() && first > *index)
                 return fail("--shard " + given +
                             ": SLURM_ARRAY_TASK_ID is below SLURM_ARRAY_TASK_MIN");
+            // --array=3, to run one part again, would be the whole.
+            if (error.empty() && !count && first > 1)
+                return fail("--shard " + given + ": the array's tasks begin at " +
+                            std::to_string(first) + ", so they may be some of more: give auto/" +
+                            std::to_string(of.value_or(1)) +
+                            " if they are all, or I/N to run single parts again, such as "
+                            "$SLURM_ARRAY_TASK_ID/N");
             *index -= std::min(first, *index);
             const auto step =
                 std::max<std::size_t>(variable("SLURM_ARRAY_TASK_STEP").value_or(1), 1);

@@ -86,6 +86,7 @@ void Report::add(const Response& response) {
         ++repeated_;
         return;
     }
+    versions_.add(response.body);
     if (response.from_journal) {
         ++from_journal_;
         served_tokens_ += response.usage.completion_tokens.value_or(0);
@@ -138,9 +139,10 @@ std::optional<Report::Bound> Report::bound(const SchedulerStats& stats) const {
     return it;
 }
 
-void Report::note(std::string_view text) {
+void Report::note(std::string_view words) {
+    auto text = detail::repaired_utf8(words);
     if (std::find(notes_.begin(), notes_.end(), text) == notes_.end() && notes_.size() < 100)
-        notes_.emplace_back(text);
+        notes_.push_back(std::move(text));
 }
 
 std::string Report::prefix_cached() const {
@@ -158,6 +160,10 @@ std::string Report::prefix_cached() const {
 }
 
 std::string Report::json(const SchedulerStats& stats, double wall_seconds) const {
+    auto notes = notes_;
+    if (auto text = versions(); !text.empty()) notes.push_back(std::move(text));
+    auto version = server_version;
+    if (!version && !versions_.first().empty()) version = versions_.first();
     const auto sum = [&](const Sum& it) -> json::value {
         if (answered_ == 0 || !it.all) return nullptr;
         return it.value;
@@ -171,8 +177,8 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
     for (const auto& [errc, count] : failures_) failures[name(errc)] = count;
     json::object out{
         {"backend", backend},
-        {"model", model},
-        {"server_version", or_null(server_version)},
+        {"model", detail::repaired_utf8(model)},
+        {"server_version", or_null(version)},
         {"requests", answered_ + failed_ + not_run},
         {"answered", answered_},
         {"failed", failed_},
@@ -216,7 +222,7 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         {"server_restarts", server_restarts},
         {"server_output",
          server_output.empty() ? json::value() : json::value(detail::repaired_utf8(server_output))},
-        {"notes", json::array(notes_.begin(), notes_.end())},
+        {"notes", json::array(notes.begin(), notes.end())},
     };
     if (parity)
         out["parity"] =

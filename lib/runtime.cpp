@@ -348,7 +348,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         co_return std::optional(std::move(known));
     }
 
-    // "vllm", or "sglang-router vllm".
+    // "vllm", or "sglang-router vllm"; and back.
+    static std::string name_of(const detail::Recognition& found) {
+        return found.profile + (found.behind.empty() ? "" : " " + found.behind);
+    }
     static detail::Recognition kind_of(const std::string& text) {
         detail::Recognition found;
         const auto space = text.find(' ');
@@ -494,7 +497,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         if (failed) co_return failed;
         row = detail::with_profile(row, found);
         version = found.version;
-        kind = found.profile + (found.behind.empty() ? "" : " " + found.behind);
+        kind = name_of(found);
         late = found.late;
         if (!options.probe_folder.empty())
             if (const auto measured = stored_probe(
@@ -575,9 +578,25 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             if (failure.code == asio::error::invalid_argument ||
                 failure.code == asio::error::operation_aborted)
                 co_return Failure{failure.code, fmt::format("{} {}", it, failure.detail)};
-            if (failure) say(fmt::format("{}: {}; the run begins without it", it, failure.detail));
+            if (failure)
+                say(fmt::format("{}: {}; the run begins without it", it, failure.detail));
+            else if (auto cancelled = co_await compare_version(with))
+                co_return cancelled;
             left_out.push_back(std::move(failure));
         }
+        co_return Failure{};
+    }
+
+    // Of the first it is known: that another is of another kind or version is said.
+    asio::awaitable<Failure> compare_version(HttpOptions with) {
+        if (version.empty()) co_return Failure{};
+        Failure failed;
+        const auto found = co_await detail::recognise(executor, with, cancel, failed);
+        if (failed.code == asio::error::operation_aborted) co_return failed;
+        const auto its = name_of(found);
+        if (!failed && !found.version.empty() && (its != kind || found.version != version))
+            say(fmt::format("{} is {} {}, and the first {} {}: their answers may differ", with.url,
+                            its, found.version, kind, version));
         co_return Failure{};
     }
 

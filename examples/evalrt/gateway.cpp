@@ -439,6 +439,7 @@ private:
         report_.server_restarts = runtime_->restarts();
         report_.server_output = runtime_->server_output();
         print(report_.prefix_cached());
+        if (const auto text = report_.versions(); !text.empty()) print(text);
         std::string failures;
         for (const auto& [errc, count] : report_.failures())
             failures += fmt::format("{}{} {}", failures.empty() ? " (" : ", ", count, name(errc));

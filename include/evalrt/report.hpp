@@ -3,6 +3,7 @@
 #define EVALRT_REPORT_HPP
 
 #include "evalrt/backend_row.hpp"
+#include "evalrt/detail/answer_versions.hpp"
 #include "evalrt/detail/scheduler_core.hpp"
 #include "evalrt/request.hpp"
 
@@ -45,7 +46,7 @@ std::string parity_text(const Response& response);
 class Report {
 public:
     std::string backend, model, order;
-    std::optional<std::string> server_version;
+    std::optional<std::string> server_version; ///< nothing: what the first answer says of it
     unsigned max_in_flight = 0;
     std::uint64_t not_run = 0;
     std::uint64_t server_restarts = 0;
@@ -63,6 +64,10 @@ public:
     std::uint64_t from_journal() const { return from_journal_; } ///< of the answered
     std::uint64_t repeated() const { return repeated_; }         ///< of the answered
     const std::map<Errc, std::uint64_t>& failures() const { return failures_; }
+
+    /// That servers of several versions have answered, which the summary notes; empty: they have
+    /// not.
+    std::string versions() const { return versions_.note(); }
 
     /// "prefix cached: 1234 tokens (...)", or n/a and why.
     std::string prefix_cached() const;
@@ -107,6 +112,7 @@ private:
     // Once there was a number, its absence is one too.
     bool cached_known() const { return cached_.all || (absent_cached_zero_ && cached_.value > 0); }
     detail::Quantiles ttft_, inter_token_;
+    detail::AnswerVersions versions_;
     std::vector<std::string> notes_;
 };
 

@@ -4,7 +4,7 @@
 What it does wrong depends on the name of the model, what it answers on the question. Standard
 library only. Prints what it is asked to the file named in FAKE_OPENAI_LOG, a JSON object a line;
 with --port 0 the port that it has to stdout. FAKE_OPENAI_GATE="N FILE": after N requests it answers
-no more of them until FILE is there.
+no more of them until FILE is there. FAKE_OPENAI_VERSION: what it says of itself.
 """
 
 import argparse
@@ -53,6 +53,7 @@ counter = itertools.count()
 arrivals = itertools.count()
 gate = os.environ.get("FAKE_OPENAI_GATE", "").split(" ", 1) if "FAKE_OPENAI_GATE" in os.environ else []
 heard = set()
+VERSION = os.environ.get("FAKE_OPENAI_VERSION", "fake-1.0")
 
 
 def busy():
@@ -112,7 +113,10 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, json.dumps({"status": "ok"}))
         if self.path != "/v1/models" and args.model == "like-mlx":
             return self.answer(404, "{}")
-        self.answer(200, json.dumps({"object": "list", "data": [{"id": args.model}]}))
+        if self.path == "/version" and args.model == "like-vllm":
+            return self.answer(200, json.dumps({"version": VERSION}))
+        owner = {"owned_by": "vllm"} if args.model == "like-vllm" else {}
+        self.answer(200, json.dumps({"object": "list", "data": [{"id": args.model, **owner}]}))
 
     def do_POST(self):
         global running, most
@@ -178,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": 40, "completion_tokens": len(text.split()),
                  "prompt_tokens_details": {"cached_tokens": 20}}
         head = {"id": "chatcmpl-1", "model": body.get("model"), "created": 1,
-                "system_fingerprint": os.environ.get("FAKE_OPENAI_VERSION", "fake-1.0")}
+                "system_fingerprint": VERSION}
         if "prompt" in body:
             return self.answer(200, json.dumps(head | {
                 "object": "text_completion", "usage": usage,

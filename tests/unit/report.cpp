@@ -81,6 +81,48 @@ TEST_CASE("quantiles take any number without harm") {
     CHECK(*quantiles.at(0) < 0.002);
 }
 
+TEST_CASE("that servers of several versions have answered is noted") {
+    Report report;
+    const auto add = [&](const char* body) {
+        auto one = answer();
+        one.body = body;
+        report.add(one);
+    };
+    add(R"({"choices": ["\"system_fingerprint\": \"no\""], "system_fingerprint":"v1"})");
+    add(R"({"system_fingerprint" : "v1", "choices": []})");
+    CHECK(report.versions() == "");
+    CHECK(summary(report).at("server_version") == "v1");
+    CHECK(summary(report).at("notes") == json::array());
+    add(R"({"choices": [], "system_fingerprint": "v2"})");
+    CHECK(report.versions().find("2 by \"v1\", 1 by \"v2\"") != std::string::npos);
+    add(R"({"choices": [], "system_fingerprint": null})");
+    CHECK(report.versions().find("1 by one that does not say it") != std::string::npos);
+    const auto notes = summary(report).at("notes").as_array();
+    REQUIRE(notes.size() == 1);
+    CHECK(notes[0] == json::value(report.versions()));
+    report.server_version = "0.9"; // known otherwise
+    CHECK(summary(report).at("server_version") == "0.9");
+
+    // None of them tells it: nothing to note. A failure is nobody's answer.
+    Report silent;
+    silent.add(answer());
+    auto failed = answer();
+    failed.outcome = Errc::rejected;
+    failed.body = R"({"system_fingerprint": "v1"})";
+    silent.add(failed);
+    CHECK(silent.versions() == "");
+    // There is a bound to what is kept and said.
+    Report many;
+    for (int i = 0; i < 1000; ++i) {
+        auto one = answer();
+        one.body =
+            R"({"system_fingerprint": ")" + std::string(500, 'v') + std::to_string(i) + "\"}";
+        many.add(one);
+    }
+    CHECK(many.versions().size() < 1000);
+    CHECK(many.versions().find("and more") != std::string::npos);
+}
+
 TEST_CASE("what was not measured is null") {
     const auto nothing = summary(Report(), {}, 0);
     for (const auto* key :

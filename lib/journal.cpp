@@ -170,10 +170,13 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     class Group {
     public:
         std::vector<Ended> ended;
+        std::vector<detail::JournalName> names;
         std::size_t delivered = 0; // of those
         std::size_t bytes = 0;
 
-        bool empty() const { return count_ == 0 && ended.empty(); }
+        bool empty() const { return count_ == 0 && ended.empty() && names.empty(); }
+        std::size_t most() const { return std::max({count_, ended.size(), names.size()}); }
+        bool begun() const { return count_ + ended.size() + names.size() == 1; }
         std::span<detail::JournalRow> rows() { return {rows_.data(), count_}; }
         detail::JournalRow& row() { // a new one
             if (count_ == rows_.size()) rows_.emplace_back();
@@ -185,6 +188,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             for (auto& it : rows()) it.body = {};
             count_ = 0;
             ended.clear();
+            names.clear();
             delivered = bytes = 0;
         }
 
@@ -324,6 +328,12 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                 row.key = key;
                 row.occurrence = decision.occurrence;
                 row.name = request.name;
+                live.entry->name = detail::journal_name(request.name);
+                grown();
+            } else if (const auto name = detail::journal_name(request.name);
+                       live.entry->name != 0 && live.entry->name != name && !request.name.empty()) {
+                live.entry->name = name;
+                group->names.push_back({live.item, request.name});
                 grown();
             }
         }
@@ -405,10 +415,8 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     }
 
     void grown() {
-        if (std::max(group->rows().size(), group->ended.size()) >= options.group ||
-            group->bytes >= options.group_bytes)
-            return flush();
-        if (group->rows().size() + group->ended.size() == 1) {
+        if (group->most() >= options.group || group->bytes >= options.group_bytes) return flush();
+        if (group->begun()) {
             timer.expires_after(options.group_age);
             timer.async_wait([weak = weak_from_this()](error_code ec) {
                 auto self = weak.lock();
@@ -441,7 +449,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                         one.row.shared = false;
                     outcomes.push_back(one.row);
                 }
-                return it->write(full->rows(), outcomes);
+                return it->write(full->rows(), full->names, outcomes);
             },
             [this, full](Failure failure) {
                 if (failure) fail(std::move(failure));

@@ -1,8 +1,9 @@
 // The only file that includes SQLite.
 //
-// An item is written when it is asked for, an outcome when it ends; no row is changed afterwards.
-// Bodies are a table of their own, so that resuming and reporting do not read through them, and in
-// pieces, so that pages are full whatever their length.
+// An item is written when it is asked for, an outcome when it ends; no row is changed afterwards
+// but for an item's name, where its request comes by another one. Bodies are a table of their own,
+// so that resuming and reporting do not read through them, and in pieces, so that pages are full
+// whatever their length.
 #include "journal_file.hpp"
 
 #include "json_text.hpp"
@@ -28,7 +29,6 @@
 #include <unordered_map>
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -164,6 +164,8 @@ JournalFields config_of(const JournalOptions& options, const JournalRun& run) {
     return config;
 }
 
+std::string number_fact(std::int64_t value) { return value > 0 ? std::to_string(value) : ""; }
+
 // By name, or by the name of its file.
 bool one_suite(std::string_view a, std::string_view b) {
     if (a == b) return true;
@@ -184,6 +186,19 @@ std::vector<std::string> words_of(std::string_view text) {
         at = end + 1;
     }
     return words;
+}
+
+// Of "0/3" and "2/3": "1/3". Of a whole: none.
+std::vector<std::string> missing_parts(const std::vector<std::string>& parts) {
+    std::vector<std::string> missing;
+    if (parts.empty() || parts.front().empty()) return missing;
+    const std::set<std::string, std::less<>> there(parts.begin(), parts.end());
+    const auto of = parts.front().substr(std::min(parts.front().find('/'), parts.front().size()));
+    for (long i = 0, count = std::atol(of.substr(std::min<std::size_t>(1, of.size())).c_str());
+         i < count; ++i)
+        if (auto part = std::to_string(i) + of; !there.contains(part))
+            missing.push_back(std::move(part));
+    return missing;
 }
 
 // One of them is said to be all of the other's.
@@ -344,7 +359,8 @@ void JournalFile::lock() {
                 fail("lock");
             }
             const long pid = std::atol(text);
-            if (pid == 0 && attempt < 50) { // it has not written it yet
+            // It has not written it yet; or a reader looks whether there is anybody.
+            if (attempt < (pid == 0 ? 50 : 3)) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(10));
                 continue;
             }
@@ -432,15 +448,19 @@ void JournalFile::create() {
         execute("PRAGMA journal_mode = WAL");
         ::sqlite3_close(db_);
         db_ = nullptr;
-        if (::rename(made.c_str(), path_.c_str()) != 0)
-            throw Trouble{{JournalErrc::unwritable, fmt::format("cannot write the journal {}: {}",
-                                                                path_, std::strerror(errno))}};
+        move_into_place(made, path_);
     } catch (...) {
         ::sqlite3_close(std::exchange(db_, nullptr));
         clear();
         throw;
     }
-    auto folder = std::filesystem::path(path_).parent_path();
+}
+
+void JournalFile::move_into_place(const std::string& from, const std::string& to) {
+    if (::rename(from.c_str(), to.c_str()) != 0)
+        throw Trouble{{JournalErrc::unwritable,
+                       fmt::format("cannot write the journal {}: {}", to, std::strerror(errno))}};
+    auto folder = std::filesystem::path(to).parent_path();
     if (folder.empty()) folder = ".";
     if (const int fd = ::open(folder.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
         ::fsync(fd);
@@ -469,7 +489,7 @@ void JournalFile::check_header() {
                                    path_, number(60), format_version)}};
 }
 
-Failure JournalFile::open(const std::string& path, std::unique_ptr<JournalFile>& out) {
+Failure JournalFile::open(const std::string& path, std::unique_ptr<JournalFile>& out, bool anew) {
     out.reset(new JournalFile);
     auto& file = *out;
     file.path_ = path;
@@ -478,6 +498,8 @@ Failure JournalFile::open(const std::string& path, std::unique_ptr<JournalFile>&
         if (::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode))
             throw Trouble{{JournalErrc::foreign, fmt::format("{} is not a file", path)}};
         file.lock();
+        if (anew)
+            for (const auto* end : {"", "-wal", "-shm"}) ::unlink((path + end).c_str());
         if (::stat(path.c_str(), &info) != 0 || info.st_size == 0) file.create();
         file.check_header();
         file.connect(SQLITE_OPEN_READWRITE);
@@ -512,11 +534,15 @@ Failure JournalFile::open_to_read(const std::string& path, std::unique_ptr<Journ
 }
 
 JournalFile::~JournalFile() {
+    close();
+    unlock();
+}
+
+void JournalFile::close() {
     for (auto* slot :
          {&insert_item_, &insert_outcome_, &insert_body_, &select_outcome_, &select_body_})
         slot->reset();
-    if (db_) ::sqlite3_close_v2(db_);
-    unlock();
+    ::sqlite3_close_v2(std::exchange(db_, nullptr));
 }
 
 struct JournalFile::Found {
@@ -620,11 +646,13 @@ Failure JournalFile::begin(const JournalOptions& options, const JournalRun& run,
         if (!run.server.empty()) set_fact(run_id, "server", run.server);
         // What was joined knows better, until the whole has been asked.
         if (options.whole_items > 0 || found.facts["by_name"] != "all") {
-            set_fact(run_id, "items",
-                     options.whole_items > 0 ? std::to_string(options.whole_items) : "");
+            set_fact(run_id, "items", number_fact(options.whole_items));
             set_fact(run_id, "cut", options.cut);
         }
         set_fact(run_id, "content", options.content);
+        set_fact(run_id, "own_items", number_fact(options.items));
+        set_fact(run_id, "invalid", number_fact(options.invalid));
+        set_fact(run_id, "copies", options.copies.empty() ? "" : to_json(options.copies));
         if (session_ == 0) {
             started_ = unix_ms();
             Statement insert(*this, "INSERT INTO sessions(run, pid, started) VALUES(?, ?, ?)");
@@ -701,30 +729,46 @@ void JournalFile::read_index(const JournalOptions& options, const JournalRun& ru
         return key;
     };
     const auto how = facts(run_id)["by_name"];
-    JournalCounts counts;
     if (!how.empty()) {
-        JournalKeys repeated;
+        JournalCounts times;
+        JournalKeys repeated, names;
         Statement keys(*this, "SELECT key FROM items WHERE run = ?");
         keys.add(run_id);
         while (keys.step("read"))
-            if (const auto key = key_of(keys, 0); counts.next(key) == 1) repeated.insert(key);
-        out.index.by_name(how == "all", std::move(repeated));
+            if (const auto key = key_of(keys, 0); times.next(key) == 1) repeated.insert(key);
+        Statement named(*this, "SELECT key, name FROM items WHERE run = ?");
+        named.add(run_id);
+        while (named.step("read")) {
+            const auto key = key_of(named, 0);
+            const auto name = named.text(1);
+            // Who has another name now takes what goes by none.
+            if ((how == "all" || repeated.contains(key)) && !name.empty() &&
+                (!options.named || options.named(name)))
+                names.insert(JournalIndex::named(key, name));
+        }
+        out.index.by_name(how == "all", std::move(names));
     }
-    Statement items(*this, how.empty() ? "SELECT id, run, key, occurrence FROM items"
-                                       : "SELECT id, run, key, occurrence, name FROM items");
+    JournalCounts counts;
+    Statement items(*this, "SELECT id, run, key, occurrence, name FROM items");
     while (items.step("read")) {
         const auto id = items.integer(0), of = items.integer(1);
         const bool own = of == run_id;
         if (!own && std::find(related.begin(), related.end(), of) == related.end()) continue;
         auto key = key_of(items, 2);
         auto occurrence = std::uint32_t(items.integer(3));
-        if (!how.empty())
-            if (const auto place = out.index.place(key, items.text(4)); place != key) {
-                key = place; // a name's own
-                occurrence = own ? counts.next(key) : 0;
-            }
+        if (!how.empty()) {
+            const auto place = out.index.place(key, items.text(4));
+            if (own)
+                occurrence = counts.next(place);
+            else if (place != key)
+                occurrence = 0;
+            key = place;
+        }
         auto& entry = out.index.entry(key, occurrence);
-        if (own) entry.item = id;
+        if (own) {
+            entry.item = id;
+            entry.name = journal_name(items.text(4));
+        }
         (own ? entries[std::size_t(id)] : foreign[std::size_t(id)].entry) = &entry;
     }
     Statement outcomes(*this, "SELECT id, item, failure, shared FROM outcomes");
@@ -745,7 +789,7 @@ void JournalFile::read_index(const JournalOptions& options, const JournalRun& ru
     }
 }
 
-Failure JournalFile::write(std::span<const JournalRow> rows,
+Failure JournalFile::write(std::span<const JournalRow> rows, std::span<const JournalName> names,
                            std::span<const JournalOutcome> outcomes) {
     auto failure = guarded("write", [&] {
         execute("BEGIN IMMEDIATE");
@@ -754,6 +798,10 @@ Failure JournalFile::write(std::span<const JournalRow> rows,
             insert.add(row.item).add(run_).blob(&row.key, sizeof row.key);
             insert.add(std::int64_t(row.occurrence)).add(std::string_view(row.name));
             insert.step("write");
+        }
+        for (const auto& it : names) {
+            Statement update(*this, "UPDATE items SET name = ? WHERE id = ?");
+            update.add(std::string_view(it.name)).add(it.item).step("write");
         }
         const auto at = unix_ms() - started_;
         for (const auto& it : outcomes) write_outcome(it, at);
@@ -856,6 +904,9 @@ Failure JournalFile::summary(JournalSummary& summary,
         const auto run = read_summary(summary);
         if (run == 0) return;
         const auto gone = retired(run);
+        auto known = facts(run);
+        const auto copies = copies_in(known["copies"]);
+        summary.invalid = std::atoll(known["invalid"].c_str());
         std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
         Statement outcomes(*this, "SELECT id, item, failure FROM outcomes");
         while (outcomes.step("read")) {
@@ -868,16 +919,18 @@ Failure JournalFile::summary(JournalSummary& summary,
         Statement outcome(*this, sql.c_str());
         Statement items(*this, "SELECT id, name FROM items WHERE run = ?");
         items.add(run);
-        std::int64_t count = 0;
+        auto count = summary.invalid;
         while (items.step("read")) {
             const auto id = std::size_t(items.integer(0));
             if (id < gone.size() && gone[id]) {
                 ++summary.earlier;
                 continue;
             }
-            ++count;
             JournalItem item;
             item.name = std::string(items.text(1));
+            if (const auto it = copies.find(item.name); it != copies.end())
+                item.copies = it->second;
+            count += 1 + item.copies;
             if (const auto it = latest.find(items.integer(0)); it != latest.end()) {
                 if (!outcome.reset().add(it->second.first).step("read"))
                     trouble(SQLITE_CORRUPT, "read");
@@ -885,14 +938,19 @@ Failure JournalFile::summary(JournalSummary& summary,
             }
             on_item(item);
         }
-        if (field(summary.config, "shard").empty())
-            summary.missing =
-                std::max<std::int64_t>(std::atoll(facts(run)["items"].c_str()) - count, 0);
+        summary.missing_parts = missing_parts(words_of(known["parts"]));
+        const bool whole = field(summary.config, "shard").empty();
+        for (const auto* name : {"own_items", "items"})
+            if (whole || name != std::string_view("items"))
+                summary.missing = std::max<std::int64_t>(summary.missing,
+                                                         std::atoll(known[name].c_str()) - count);
     });
 }
 
 // The latest run's id; 0: there is none.
 std::int64_t JournalFile::read_summary(JournalSummary& summary) {
+    summary.pid = writer();
+    summary.log = log_;
     Statement runs(*this, "SELECT id, suite, config, server_version, (SELECT count(*) FROM runs) "
                           "FROM runs ORDER BY id DESC LIMIT 1");
     if (!runs.step("read")) return 0;
@@ -901,20 +959,34 @@ std::int64_t JournalFile::read_summary(JournalSummary& summary) {
     summary.config = from_json(runs.text(2));
     summary.server_version = std::string(runs.text(3));
     summary.runs = runs.integer(4);
-    Statement count(*this, "SELECT count(*) FROM sessions WHERE run = ?");
-    count.add(run).step("read");
-    summary.sessions = count.integer(0);
+    Statement sessions(*this, "SELECT ended FROM sessions WHERE run = ? ORDER BY id");
+    sessions.add(run);
+    for (; sessions.step("read"); ++summary.sessions) summary.ended = !sessions.is_null(0);
     // The time of a session's last outcome, after its start.
     Statement walls(*this, "SELECT sum(last) FROM (SELECT max(o.at) AS last FROM outcomes o JOIN "
                            "sessions s ON s.id = o.session WHERE s.run = ? GROUP BY o.session)");
     walls.add(run).step("read");
     summary.wall_seconds = double(walls.integer(0)) / 1000;
-    if (std::ifstream lock(path_ + ".lock"); lock) {
-        std::int64_t pid = 0;
-        if (lock >> pid && pid > 0 && (::kill(pid_t(pid), 0) == 0 || errno == EPERM))
-            summary.pid = pid;
-    }
     return run;
+}
+
+// Who holds the lock; a lock's file alone is what a process has left, or a copy.
+std::optional<std::int64_t> JournalFile::writer() const {
+    const int fd = ::open((path_ + ".lock").c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return {};
+    char text[32] = {};
+    std::optional<std::int64_t> pid;
+    if (::flock(fd, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK &&
+        ::pread(fd, text, sizeof text - 1, 0) > 0)
+        pid = std::atoll(text);
+    ::close(fd);
+    return pid;
+}
+
+JournalFile::Copies JournalFile::copies_in(const std::string& fact) {
+    Copies copies;
+    for (const auto& [name, count] : from_json(fact)) copies[name] = std::atoll(count.c_str());
+    return copies;
 }
 
 // A session's mark is the item 0.
@@ -966,7 +1038,8 @@ void JournalFile::connect_to_read() {
     };
     std::error_code none;
     const auto wal = std::filesystem::file_size(path_ + "-wal", none);
-    const bool pending = !none && wal > 0;
+    log_ = !none;
+    const bool pending = log_ && wal > 0;
     auto folder = std::filesystem::path(path_).parent_path();
     if (folder.empty()) folder = ".";
     if (::access(folder.c_str(), W_OK) == 0 || ::access((path_ + "-shm").c_str(), F_OK) == 0) {
@@ -1032,7 +1105,10 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
     auto failure = guarded("write", [&] {
         JournalSummary summary;
         const auto run = shard.read_summary(summary);
-        if (run == 0) return result.empty.push_back(shard.path_); // it was killed before it had one
+        Statement any(shard, "SELECT 1 FROM items WHERE run = ? LIMIT 1");
+        // It was killed before it had one; a part without an item ends well.
+        if (run == 0 || (!summary.ended && !any.add(run).step("read")))
+            return result.empty.push_back(shard.path_);
         const auto config = without(without(summary.config, "shard"), "url");
         const auto url = field(summary.config, "url"), part = field(summary.config, "shard");
         const auto known = shard.facts(run);
@@ -1099,13 +1175,21 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             compare("server", facts_["server"], fact("server"));
             compare("server_version", version_, summary.server_version);
             compare("items of the suite", facts_["items"], fact("items"));
-            if (!facts_["cut"].empty() && !fact("cut").empty() && facts_["cut"] != fact("cut"))
-                refuse("the suite was cut at other places: it, or an option, was changed between "
-                       "them");
+            if (!facts_["cut"].empty() && !fact("cut").empty() && facts_["cut"] != fact("cut")) {
+                const auto why = [](const std::string& cut) {
+                    const auto end = cut.rfind(' ');
+                    return end == cut.npos ? "no option that changes it" : cut.substr(0, end);
+                };
+                const auto was = why(facts_["cut"]), is = why(fact("cut"));
+                refuse(was == is
+                           ? "the suite was cut at other places: it, or an option, was changed "
+                             "between them"
+                           : fmt::format("the suite was cut with {}, and here with {}", was, is));
+            }
             if (both_known && !same_content)
                 refuse("the suite was changed between them: run the parts again that were run "
                        "before it (the same command asks only for what is new)");
-            for (const auto* name : {"cut", "content"})
+            for (const auto* name : {"cut", "content", "invalid"}) // one part has the invalid ones
                 if (facts_[name].empty()) facts_[name] = fact(name);
             if (identity_ != who.text(0))
                 refuse("an earlier version of evalrt wrote one of them, with the address in its "
@@ -1126,6 +1210,8 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             answered = outcomes.is_null(2);
         }
         const auto gone = shard.retired(run);
+        const auto copies = copies_in(fact("copies"));
+        copies_.insert(copies.begin(), copies.end());
         execute("BEGIN IMMEDIATE");
         Statement items(shard, "SELECT id, key, occurrence, name FROM items WHERE run = ?");
         Statement how(shard, "SELECT at, shared FROM outcomes WHERE id = ?");
@@ -1144,14 +1230,16 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             if (ours.item > 0 && ours.key != key)
                 refuse(fmt::format("the item {} is another request there", label));
             if (ours.item == 0) {
-                ours.item = ++result.items;
+                ours.item = ++last_item_;
                 ours.key = key;
+                if (const auto it = copies.find(name); it != copies.end()) ours.count += it->second;
+                result.items += ours.count;
+                result.not_run += ours.count;
                 // Equal requests of two shards are two occurrences.
                 const auto occurrence = occurrences_[{key.high, key.low}]++;
                 auto& insert = prepare(insert_item_, "INSERT INTO items VALUES(?, ?, ?, ?, ?)");
                 insert.add(ours.item).add(run_).blob(&key, sizeof key);
                 insert.add(std::int64_t(occurrence)).add(std::string_view(name)).step("write");
-                ++result.not_run;
             }
             if (found == latest.end()) continue;
             const bool answered = found->second.second;
@@ -1171,8 +1259,9 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             }
             if (ours.answered || (ours.outcome > 0 && !answered)) continue;
             // An answer after a failure stands in its place.
-            --(ours.outcome > 0 ? result.failed : result.not_run);
-            answered ? ++result.answered : ++result.failed;
+            (ours.outcome > 0 ? result.failed : result.not_run) -= ours.count;
+            (answered ? result.answered : result.failed) += ours.count;
+            if (answered) versions_.add(response.body, shard.path_);
             ours.answered = answered;
             ours.outcome = ++last_outcome_;
             how.reset().add(found->second.first).step("read");
@@ -1192,26 +1281,26 @@ Failure JournalFile::added(JournalMerge& result) {
             throw Trouble{{JournalErrc::foreign, "none of these journals has a run in it: no shard "
                                                  "has come as far as its first request"}};
         std::string parts;
-        if (!shards_.front().empty()) {
-            const std::set<std::string> there(shards_.begin(), shards_.end());
-            const auto of = shards_.front().substr(shards_.front().find('/'));
-            for (long i = 0, count = std::atol(of.c_str() + 1); i < count; ++i) {
-                const auto part = std::to_string(i) + of;
-                if (there.contains(part))
-                    parts += (parts.empty() ? "" : " ") + part;
-                else
-                    result.missing.push_back(part);
-            }
-        }
+        for (const auto& part : std::set<std::string>(shards_.begin(), shards_.end()))
+            parts += (parts.empty() ? "" : " ") + part;
+        result.missing = missing_parts(shards_);
+        const auto invalid = std::atoll(facts_["invalid"].c_str());
+        result.items += invalid;
+        result.failed += invalid;
+        result.versions = versions_.note();
         // A shard's first session writes all of its items, one that is missing none.
         const auto whole = std::atoll(facts_["items"].c_str());
         const auto more = parts.empty() ? 0 : whole - result.items;
         const bool repeats = std::any_of(occurrences_.begin(), occurrences_.end(),
                                          [](const auto& it) { return it.second > 1; });
+        JournalFields copies;
+        for (const auto& [name, count] : copies_) copies.emplace_back(name, std::to_string(count));
+        facts_["copies"] = copies.empty() ? "" : to_json(copies);
         facts_["parts"] = parts;
         facts_["by_name"] = more > 0 || !result.missing.empty() ? "all" : repeats ? "repeats" : "";
         execute("BEGIN IMMEDIATE");
-        for (const auto* name : {"server", "items", "cut", "content", "parts", "by_name"})
+        for (const auto* name :
+             {"server", "items", "cut", "content", "invalid", "copies", "parts", "by_name"})
             set_fact(run_, name, facts_[name]);
         execute("COMMIT");
         if (parts.empty()) return;
@@ -1220,6 +1309,18 @@ Failure JournalFile::added(JournalMerge& result) {
             result.items += more;
             result.not_run += more;
         }
+    });
+}
+
+Failure JournalFile::publish(const std::string& path) {
+    if (auto failure = end()) return failure;
+    return guarded("write", [&] {
+        {
+            Statement log(*this, "PRAGMA wal_checkpoint(TRUNCATE)");
+            if (!log.step("write") || log.integer(0) != 0) trouble(SQLITE_BUSY, "write");
+        }
+        close();
+        move_into_place(path_, path);
     });
 }
 
@@ -1249,8 +1350,10 @@ Failure merge_journals(const std::string& path, const std::vector<std::string>& 
                                                 std::filesystem::file_size(path, none) > 0))
         return {JournalErrc::unwritable,
                 fmt::format("{} is there already: give a new file, or move it away", path)};
+    // Beside its place until it is whole: half of it would look like a run.
+    const auto made = path + ".tmp";
     std::unique_ptr<detail::JournalFile> file;
-    auto failure = detail::JournalFile::open(path, file);
+    auto failure = detail::JournalFile::open(made, file, true);
     if (failure) return failure;
     for (const auto& shard : shards) {
         std::unique_ptr<detail::JournalFile> one;
@@ -1259,10 +1362,10 @@ Failure merge_journals(const std::string& path, const std::vector<std::string>& 
         if (failure) break;
     }
     if (!failure) failure = file->added(out);
-    if (!failure) failure = file->end();
+    if (!failure) failure = file->publish(path);
     file.reset();
     if (failure)
-        for (const auto* end : {"", "-wal", "-shm"}) std::filesystem::remove(path + end, none);
+        for (const auto* end : {"", "-wal", "-shm"}) std::filesystem::remove(made + end, none);
     return failure;
 }
 

@@ -2,6 +2,7 @@
 #ifndef EVALRT_LIB_JOURNAL_FILE_HPP
 #define EVALRT_LIB_JOURNAL_FILE_HPP
 
+#include "evalrt/detail/answer_versions.hpp"
 #include "evalrt/detail/journal_core.hpp"
 #include "evalrt/journal.hpp"
 
@@ -26,6 +27,11 @@ struct JournalRow { // of an item that this run had not asked before
     Text body;            // likewise
 };
 
+struct JournalName { // that an item of the run has now
+    std::int64_t item = 0;
+    std::string name;
+};
+
 struct JournalOutcome {
     std::int64_t outcome = 0, item = 0;
     const Response* response = nullptr;
@@ -36,7 +42,9 @@ struct JournalOutcome {
 class JournalFile {
 public:
     /// Makes the file if there is none, checks it if there is one, and keeps others from writing.
-    static Failure open(const std::string& path, std::unique_ptr<JournalFile>& out);
+    /// `anew`: one that is there is what somebody has left, and is thrown away.
+    static Failure open(const std::string& path, std::unique_ptr<JournalFile>& out,
+                        bool anew = false);
     static Failure open_to_read(const std::string& path, std::unique_ptr<JournalFile>& out);
     ~JournalFile();
 
@@ -53,7 +61,8 @@ public:
     Failure known(const JournalOptions& options, const JournalRun& run, JournalKnown& out);
 
     /// One transaction.
-    Failure write(std::span<const JournalRow> rows, std::span<const JournalOutcome> outcomes);
+    Failure write(std::span<const JournalRow> rows, std::span<const JournalName> names,
+                  std::span<const JournalOutcome> outcomes);
 
     /// From now on these are of an earlier version of the suite, and no others.
     Failure retire(const std::vector<std::int64_t>& items);
@@ -71,6 +80,9 @@ public:
     /// The session has ended.
     Failure end();
 
+    /// It is whole, closed, and stands at `path` from now on.
+    Failure publish(const std::string& path);
+
 private:
     class Statement;
     struct Trouble;
@@ -78,15 +90,20 @@ private:
 
     void lock();
     void unlock();
+    void close();
+    static void move_into_place(const std::string& from, const std::string& to);
     void create();
     void check_header();
     void connect(int flags, const std::string& uri = {});
     void connect_to_read();
     void write_outcome(const JournalOutcome& it, std::int64_t at);
     std::int64_t read_summary(JournalSummary& summary);
+    std::optional<std::int64_t> writer() const;
     std::vector<bool> retired(std::int64_t run);
     using Facts = std::map<std::string, std::string, std::less<>>;
     Facts facts(std::int64_t run);
+    using Copies = std::map<std::string, std::int64_t, std::less<>>; // by the item's name
+    static Copies copies_in(const std::string& fact);
     void set_fact(std::int64_t run, std::string_view name, std::string_view value);
     struct Found;
     Found find_run(const JournalOptions& options, const JournalRun& run, bool any_model);
@@ -105,7 +122,8 @@ private:
     std::string path_;
     sqlite3* db_ = nullptr;
     int lock_ = -1;
-    struct Place { // the file and its log, by device and number
+    bool log_ = false; // there was a -wal when it was opened to be read
+    struct Place {     // the file and its log, by device and number
         std::uint64_t of[4] = {};
         bool operator==(const Place&) const = default;
     };
@@ -120,10 +138,13 @@ private:
     std::vector<std::string> shards_; // their "I/N"
     struct Merged {
         std::int64_t item = 0, outcome = 0;
+        std::int64_t count = 1; // with those that get its answer, too
         bool answered = false;
         JournalKey key;
     };
-    std::int64_t last_outcome_ = 0;
+    std::int64_t last_item_ = 0, last_outcome_ = 0;
+    Copies copies_;
+    AnswerVersions versions_;
     std::unordered_map<std::string, Merged> merged_; // by name
     std::map<std::pair<std::uint64_t, std::uint64_t>, std::uint32_t> occurrences_;
     std::unique_ptr<Statement> insert_item_, insert_outcome_, insert_body_, select_outcome_,

@@ -124,7 +124,7 @@ Item parse(const Text& input, std::string_view line, std::size_t number) {
     const auto body = member(list, "body");
     if (const auto id = member(list, "custom_id")) {
         item.custom_id = from_json_string(*id);
-        if (item.custom_id.empty()) item.problem = "\"custom_id\" is not a string";
+        if (item.custom_id.empty()) item.problem = "\"custom_id\" is empty or no string";
     }
     if (!body) { // a line that is only a body
         if (member(list, "custom_id") || member(list, "url") || member(list, "method"))

@@ -241,27 +241,48 @@ bool same_file(const std::string& a, const std::string& b) {
                std::filesystem::weakly_canonical(std::filesystem::absolute(b, none), none);
 }
 
-// Leaves the part that --shard names.
-void keep_shard(batch::Input& input, Options& options) {
-    const auto made = plan(
+// Of each request the one whose answer it gets.
+using Repeats = std::vector<std::optional<std::size_t>>;
+Repeats repeats_of(const batch::Input& input, const Options& options) {
+    return options.common.dedupe ? batch::repeats(input.items) : Repeats(input.items.size());
+}
+
+// Of what is asked.
+Plan plan_of(const batch::Input& input, const Repeats& repeats, const Options& options) {
+    return plan(
         input.items.size(),
         [&](std::size_t i) -> const Request* {
+            if (i % 16384 == 16383) batch::let_go();
             const auto& item = input.items[i];
-            return item.problem.empty() ? &item.request : nullptr;
+            return item.problem.empty() && !repeats[i] ? &item.request : nullptr;
         },
         options.common.runtime);
+}
+
+// By which a suite is cut at other places.
+std::string cut_options(const Options& options) {
+    return std::string(options.order == "fifo" ? "--order fifo " : "") +
+           (options.common.dedupe ? "--dedupe " : "");
+}
+
+// Leaves the part that --shard names.
+void keep_shard(batch::Input& input, Options& options) {
+    const auto repeats = repeats_of(input, options);
+    const auto made = plan_of(input, repeats, options);
     const detail::Shards shards(made.items, options.part->count);
     note(options, shard_line(made, shards, options.part->index));
     auto& journal = options.common.runtime.journal;
-    journal.cut = cut_name(
-        made, shards, [&](std::size_t i) -> std::string_view { return input.items[i].custom_id; });
-    // How many of equal ones are asked depends on which part they are in.
-    if (!options.common.dedupe) journal.whole_items = std::int64_t(made.order.size());
+    journal.cut = cut_options(options) + cut_name(made, shards, [&](std::size_t i) {
+                      return std::string_view(input.items[i].custom_id);
+                  });
+    journal.whole_items = std::int64_t(input.items.size());
     std::vector<bool> ours(input.items.size());
     for (const auto i : shard_places(made, shards, options.part->index)) ours[i] = true;
-    // What is no request is reported once.
-    for (std::size_t i = 0; i < ours.size() && options.part->index == 0; ++i)
-        if (!input.items[i].problem.empty()) ours[i] = true;
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+        // An answer is where all are who get it; what is no request is reported once.
+        if (repeats[i]) ours[i] = ours[*repeats[i]];
+        if (!input.items[i].problem.empty()) ours[i] = options.part->index == 0;
+    }
     std::size_t kept = 0;
     for (std::size_t i = 0; i < ours.size(); ++i)
         if (ours[i]) {
@@ -272,17 +293,14 @@ void keep_shard(batch::Input& input, Options& options) {
 }
 
 int dry_run(const batch::Input& input, const Options& options, Clock::time_point started) {
-    const auto made = plan(
-        input.items.size(),
-        [&](std::size_t i) -> const Request* {
-            if (i % 16384 == 16383) batch::let_go();
-            const auto& item = input.items[i];
-            return item.problem.empty() ? &item.request : nullptr;
-        },
-        options.common.runtime);
+    const auto repeats = repeats_of(input, options);
+    const auto made = plan_of(input, repeats, options);
     DryRun run;
     run.requests = input.items.size();
-    run.skipped = input.problems;
+    for (std::size_t i = 0; i < repeats.size(); ++i) {
+        if (repeats[i]) ++run.repeated;
+        if (!input.items[i].problem.empty()) ++run.skipped;
+    }
     run.input_bytes = input.bytes;
     run.shards = options.part ? options.part->count : 1;
     const detail::Shards shards(made.items, run.shards);
@@ -362,10 +380,8 @@ int run(Options& options, const std::string& path, std::string out, bool skip_in
     Suite suite;
     for (const auto& item : input.items)
         suite.jobs.push_back({item.custom_id, item.request, item.problem, {}});
-    if (options.common.dedupe) {
-        const auto repeats = batch::repeats(input.items);
-        for (std::size_t i = 0; i < repeats.size(); ++i) suite.jobs[i].same_as = repeats[i];
-    }
+    const auto repeats = repeats_of(input, options);
+    for (std::size_t i = 0; i < repeats.size(); ++i) suite.jobs[i].same_as = repeats[i];
     suite.kept_in = journal.path.empty() ? output->part() : journal.path;
     suite.resumes = !journal.path.empty();
     bool any = false;
@@ -471,12 +487,17 @@ int run_bfcl(Options& options, BfclOptions asked) {
             runtime);
         const detail::Shards shards(made.items, options.part->count);
         note(options, shard_line(made, shards, options.part->index));
-        runtime.journal.cut = cut_name(
-            made, shards, [&](std::size_t i) -> std::string_view { return suite.jobs[i].id; });
-        runtime.journal.whole_items = std::int64_t(made.order.size());
+        runtime.journal.cut = cut_options(options) + cut_name(made, shards, [&](std::size_t i) {
+                                  return std::string_view(suite.jobs[i].id);
+                              });
+        runtime.journal.whole_items = std::int64_t(suite.jobs.size());
         std::vector<Job> jobs;
         std::vector<Origin> kept;
-        for (const auto i : shard_places(made, shards, options.part->index)) {
+        auto places = shard_places(made, shards, options.part->index);
+        for (std::size_t i = 0; i < suite.jobs.size() && options.part->index == 0; ++i)
+            if (!suite.jobs[i].problem.empty()) places.push_back(i); // reported once
+        std::sort(places.begin(), places.end());
+        for (const auto i : places) {
             if (!origins[i].open) continue;
             jobs.push_back(std::move(suite.jobs[i]));
             kept.push_back(std::move(origins[i]));

@@ -4,6 +4,7 @@
 #include "bfcl.hpp"
 #include "suite.hpp"
 
+#include "evalrt/detail/answer_versions.hpp"
 #include "evalrt/journal.hpp"
 #include "json_text.hpp"
 #include "wire.hpp"
@@ -142,12 +143,13 @@ int merge_journal_files(const Target& out, const std::vector<std::string>& shard
                    : exit_unwritable;
     }
     for (const auto& it : result.empty)
-        say(fmt::format("{} has no run in it (if it is a copy: is its -wal with it?), and is left "
-                        "out",
+        say(fmt::format("{} has no run in it that has asked for anything (if it is a copy: is its "
+                        "-wal with it?), and is left out",
                         it));
     std::string missing;
     for (const auto& it : result.missing) missing += (missing.empty() ? "" : ", ") + it;
     if (!missing.empty()) say("missing shards: " + missing);
+    if (!result.versions.empty()) say(result.versions);
     say(fmt::format("{}: {} items{}, {} answered, {} failed, {} not run", out.name(), result.items,
                     result.counted ? "" : " without those of the missing shards", result.answered,
                     result.failed, result.not_run));
@@ -182,6 +184,7 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
     std::map<std::string, std::size_t, std::less<>> numbers; // by custom_id
     std::string model, of; // that has answered the files before, and the first of them
     std::size_t repeated = 0;
+    detail::AnswerVersions versions;
     for (const auto& path : shards) {
         std::set<std::string> models;
         std::ifstream file(path, std::ios::binary);
@@ -211,8 +214,13 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
             if (line.answered && models.size() < 2)
                 models.insert(
                     from_json_string(member(members(body_of(text)), "model").value_or("\"\"")));
+            // What was never asked may have the name of another.
+            const bool asked =
+                line.answered || member(list, "response") != "null" ||
+                member(members(member(list, "evalrt").value_or("{}")), "attempts") != "0";
             line.text = std::move(text);
-            const auto known = numbers.emplace(line.custom_id, number).first->second;
+            const auto known =
+                asked ? numbers.emplace(line.custom_id, number).first->second : number;
             if (known != number)
                 return bad(fmt::format("\"{}\" is the item {} here and {} in a line before: they "
                                        "are not of one suite",
@@ -228,7 +236,9 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
                 answer_of(held.text) != answer_of(line.text))
                 return bad(fmt::format("\"{}\" is answered otherwise than in a file before",
                                        line.custom_id));
-            if (fresh || (line.answered && !held.answered)) held = std::move(line);
+            if (!fresh && (held.answered || !line.answered)) continue;
+            if (line.answered) versions.add(body_of(line.text), path);
+            held = std::move(line);
         }
         if (file.bad()) return fail(fmt::format("cannot read {}", path));
         // A suite may name several models; then each part may have each of them.
@@ -269,6 +279,7 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
         say(fmt::format("{} lines are of items that are in a file before: these are parts of more "
                         "than one cut, or of one that was run again",
                         repeated));
+    if (const auto text = versions.note(); !text.empty()) say(text);
     say(fmt::format("{}: {} items, {} answered, {} failed, {} missing{}", out.name(), count,
                     answered, lines.size() - answered, missing.size(),
                     suite.empty() ? " as far as the numbers say (--suite FILE knows the end)"
@@ -317,11 +328,14 @@ int merge_results(const Target& out, const std::vector<std::string>& shards) {
 
 } // namespace
 
-bool belongs_to_another(const std::string& path, const std::vector<std::string>& all) {
-    for (const std::string_view end : {"-wal", "-shm", "-journal", ".lock", ".new", ".new-journal"})
-        if (path.ends_with(end) && std::find(all.begin(), all.end(),
-                                             path.substr(0, path.size() - end.size())) != all.end())
-            return true;
+bool belongs_to_another(std::string_view path, const std::vector<std::string>& all) {
+    // One may be another's: all.tmp-wal.
+    for (const std::string_view end : {"-wal", "-shm", "-journal", ".lock", ".new", ".tmp"})
+        if (path.ends_with(end)) {
+            path.remove_suffix(end.size());
+            return std::find(all.begin(), all.end(), path) != all.end() ||
+                   belongs_to_another(path, all);
+        }
     return false;
 }
 
@@ -337,8 +351,10 @@ int merge(const std::string& to, const std::vector<std::string>& shards, const s
     if (const auto why = out.open(to); !why.empty()) return fail(why);
     std::optional<Kind> kind;
     std::vector<std::string> parts;
+    auto named = shards;
+    named.push_back(to); // what a merge that was killed has left of it
     for (const auto& path : shards) {
-        if (belongs_to_another(path, shards)) continue;
+        if (belongs_to_another(path, named)) continue;
         if (std::filesystem::exists(path, none) && !std::filesystem::is_directory(path, none) &&
             !std::filesystem::is_regular_file(path, none))
             return fail(fmt::format("{} is no file: it could be read only once", path));

@@ -3,6 +3,7 @@
 #define EVALRT_PROGRAM_MERGE_HPP
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace evalrt::program {
@@ -16,7 +17,7 @@ int merge(const std::string& out, const std::vector<std::string>& shards, const 
 
 /// What lies beside one of these journals while it is in use, and after a kill: a pattern takes it
 /// in.
-bool belongs_to_another(const std::string& path, const std::vector<std::string>& all);
+bool belongs_to_another(std::string_view path, const std::vector<std::string>& all);
 
 } // namespace evalrt::program
 

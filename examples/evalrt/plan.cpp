@@ -143,8 +143,11 @@ std::string shard_line(const Plan& plan, const detail::Shards& shards, std::size
 
 std::string dry_run_text(const Plan& plan, const detail::Shards& shards, const DryRun& run) {
     std::string text = fmt::format(
-        "{} requests in {:.0f} MB{}\n", grouped(run.requests), double(run.input_bytes) / 1e6,
-        run.skipped > 0 ? fmt::format(", {} lines of which are none", run.skipped) : "");
+        "{} requests in {:.0f} MB{}{}\n", grouped(run.requests), double(run.input_bytes) / 1e6,
+        run.skipped > 0 ? fmt::format(", {} lines of which are none", run.skipped) : "",
+        run.repeated > 0
+            ? fmt::format(", {} are there already and not asked", grouped(run.repeated))
+            : "");
     text += fmt::format(
         "prompt: about {} tokens (of 4 bytes), {} of them shared with what is asked "
         "before ({:.1f} %); {} to compute\n",
@@ -180,11 +183,11 @@ std::string dry_run_text(const Plan& plan, const detail::Shards& shards, const D
 std::string dry_run_json(const Plan& plan, const detail::Shards& shards, const DryRun& run) {
     const auto sizes = spread(shards);
     return fmt::format(
-        R"({{"requests": {}, "skipped": {}, "input_bytes": {}, "prompt_tokens": {}, )"
+        R"({{"requests": {}, "skipped": {}, "repeated": {}, "input_bytes": {}, "prompt_tokens": {}, )"
         R"("cold_tokens": {}, "output_tokens": {}, "shards": {}, "fewest": {}, "most": {}, )"
         R"("dearest": {:.4f}, "duplicated_tokens": {}, "journal_bytes": {:.0f}, )"
         R"("plan_seconds": {:.2f}, "megabytes": {:.0f}}})",
-        run.requests, run.skipped, run.input_bytes, tokens(plan.prompt_bytes),
+        run.requests, run.skipped, run.repeated, run.input_bytes, tokens(plan.prompt_bytes),
         tokens(plan.cold_bytes), plan.output_tokens, shards.count(), sizes.fewest, sizes.most,
         sizes.largest, tokens(shards.duplicated()), journal_bytes(plan), run.seconds,
         megabytes_used());

@@ -27,7 +27,7 @@ Plan plan(std::size_t count, const std::function<const Request*(std::size_t)>& r
 
 /// In text, and in JSON.
 struct DryRun {
-    std::size_t requests = 0, skipped = 0;
+    std::size_t requests = 0, skipped = 0, repeated = 0; ///< of these the latter are not asked
     std::uint64_t input_bytes = 0;
     double seconds = 0; ///< that reading and planning took
     std::size_t shards = 1;

@@ -5,6 +5,7 @@
 
 #include "evalrt/journal.hpp"
 #include "evalrt/report.hpp"
+#include "json_text.hpp"
 
 #include <boost/json/array.hpp>
 #include <boost/json/object.hpp>
@@ -12,7 +13,9 @@
 #include <boost/json/serialize.hpp>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -22,6 +25,7 @@ namespace evalrt::program {
 namespace {
 
 namespace json = boost::json;
+using detail::repaired_utf8;
 
 std::string field(const JournalFields& fields, std::string_view name) {
     for (const auto& [key, value] : fields)
@@ -29,31 +33,63 @@ std::string field(const JournalFields& fields, std::string_view name) {
     return {};
 }
 
+// What is missing, or may be where the journal does not say it; empty: nothing.
+std::string what_is_missing(const JournalSummary& summary, bool incomplete) {
+    if (summary.runs == 0 && summary.pid)
+        return "there is no run in it yet; the process that has it is only beginning";
+    if (summary.runs == 0)
+        return "there is no run in it: it was killed before it had one, or is a copy without the "
+               "-wal, which lies beside a journal in use and has what is latest";
+    if (const auto& parts = summary.missing_parts; !parts.empty()) {
+        const auto shown = std::min<std::size_t>(parts.size(), 10);
+        const auto more = parts.size() - shown;
+        return fmt::format("parts that were not there when the others were joined: {}{}",
+                           fmt::join(parts.begin(), parts.begin() + std::ptrdiff_t(shown), ", "),
+                           more > 0 ? fmt::format(" and {} more", more) : "");
+    }
+    if (!incomplete || summary.ended || summary.pid || summary.log) return {};
+    return "its latest session did not end by itself: it was killed; or this is a copy without the "
+           "-wal, which lies beside a journal in use and has what is latest";
+}
+
 // The same object as a run summary, with what only a journal knows.
 Failure read(const std::string& path, json::object& out) {
     Report report;
     JournalSummary summary;
     const auto failure = read_journal(path, summary, [&](const JournalItem& item) {
-        if (item.response)
-            report.add(*item.response);
-        else
-            ++report.not_run;
+        if (!item.response) {
+            report.not_run += std::uint64_t(1 + item.copies);
+            return;
+        }
+        report.add(*item.response);
+        auto copy = *item.response;
+        copy.repeated = true;
+        copy.attempts = 0;
+        for (auto left = item.copies; left > 0; --left) report.add(copy);
     });
     if (failure) return failure;
     report.not_run += std::uint64_t(summary.missing);
+    Response invalid;
+    invalid.outcome = Errc::rejected;
+    for (auto left = summary.invalid; left > 0; --left) report.add(invalid);
+    const auto answered = report.answered(), rest = report.failed() + report.not_run;
+    if (const auto text = what_is_missing(summary, rest > 0 || answered == 0); !text.empty())
+        report.note(text);
     report.backend = field(summary.config, "backend");
-    report.model = field(summary.config, "model");
-    if (!summary.server_version.empty()) report.server_version = summary.server_version;
+    report.model = repaired_utf8(field(summary.config, "model"));
+    if (!summary.server_version.empty())
+        report.server_version = repaired_utf8(summary.server_version);
     out = json::parse(report.json({}, summary.wall_seconds)).as_object();
     json::object config;
-    for (const auto& [key, value] : summary.config) config[key] = value;
+    for (const auto& [key, value] : summary.config) config[key] = repaired_utf8(value);
     out["journal"] = json::object{
-        {"path", path},
-        {"suite", summary.suite},
+        {"path", repaired_utf8(path)},
+        {"suite", repaired_utf8(summary.suite)},
         {"config", config},
         {"runs", summary.runs},
         {"sessions", summary.sessions},
         {"earlier", summary.earlier},
+        {"missing_parts", json::array(summary.missing_parts.begin(), summary.missing_parts.end())},
         {"pid", summary.pid ? json::value(*summary.pid) : nullptr},
     };
     return {};
@@ -84,7 +120,16 @@ bool is_summary(const json::object& run) {
     return run.contains("requests") && run.contains("answered") && run.contains("not_run");
 }
 
-bool whole(const json::object& run) { return number(run, "answered") == number(run, "requests"); }
+bool has_missing_parts(const json::object& journal) {
+    const auto* parts = journal.if_contains("missing_parts");
+    return parts && parts->is_array() && !parts->get_array().empty();
+}
+
+bool whole(const json::object& run) {
+    const auto* journal = part(run, "journal");
+    return number(run, "answered") == number(run, "requests") &&
+           !(journal && (number(*journal, "runs") == 0 || has_missing_parts(*journal)));
+}
 
 // "answered 37 of 40 (92.5 %), failed 2 (1 rejected, 1 timed_out), not run 1"
 std::string coverage(const json::object& run) {
@@ -121,6 +166,10 @@ void print(std::string_view title, const json::object& run) {
         fmt::print("  {} items of earlier versions of the suite are left out\n",
                    number(*journal, "earlier"));
     fmt::print("  {}\n", coverage(run));
+    if (run.contains("journal"))
+        if (const auto* notes = run.if_contains("notes"); notes && notes->is_array())
+            for (const auto& it : notes->get_array())
+                if (it.is_string()) fmt::print("  {}\n", std::string_view(it.get_string()));
     if (number(run, "from_journal") > 0)
         fmt::print("  from the journal: {}\n", number(run, "from_journal"));
     fmt::print("  wall time {}, {} requests/s, {} output tokens/s\n",

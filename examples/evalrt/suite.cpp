@@ -22,6 +22,7 @@
 #include <map>
 #include <random>
 #include <stdexcept>
+#include <unordered_set>
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -54,9 +55,8 @@ public:
           terminal_(::isatty(STDERR_FILENO) == 1) {}
 
     asio::awaitable<int> main() {
-        if (!common_.runtime.journal.path.empty()) // which is asked for them before they are
-            for (auto& job : suite_.jobs) job.request.name = job.id;
         auto options = common_.runtime;
+        if (!options.journal.path.empty()) describe_suite(options.journal);
         options.retry.seed = common_.seed;
         options.stop = {.refused = 3, .alike = 20};
         options.log = [this](std::string_view line) {
@@ -112,6 +112,25 @@ public:
     }
 
 private:
+    // What a journal has to know of the suite, which it is asked for item by item.
+    void describe_suite(JournalOptions& journal) {
+        journal.items = std::int64_t(suite_.jobs.size());
+        std::map<std::string_view, std::int64_t> copies;
+        for (auto& job : suite_.jobs) {
+            job.request.name = job.id;
+            if (!job.problem.empty()) ++journal.invalid;
+            if (job.same_as) ++copies[suite_.jobs[*job.same_as].id];
+        }
+        for (const auto& [name, count] : copies)
+            journal.copies.emplace_back(name, std::to_string(count));
+        journal.named = [this](std::string_view name) {
+            if (names_.empty())
+                for (const auto& job : suite_.jobs)
+                    if (job.problem.empty() && !job.same_as) names_.insert(job.id);
+            return names_.contains(name);
+        };
+    }
+
     void watch_signals() {
         signals_.async_wait([this](error_code ec, int) {
             if (ec) return;
@@ -254,7 +273,6 @@ private:
         if (response.outcome && first_failure_.empty())
             first_failure_ = fmt::format("{}: {}: {}", suite_.jobs[index].id,
                                          name(*response.outcome), response.detail);
-        if (!report_.server_version && !response.outcome) read_version(response.body);
         if (common_.parity > 0 && !response.outcome) texts_[index] = parity_text(response);
         if (!unwritable_ && !suite_.on_result(index, response)) {
             unwritable_ = true;
@@ -262,15 +280,6 @@ private:
                 kept_or_lost());
             stop();
         }
-    }
-
-    // mlx_lm.server, OpenAI and others say here which version answered.
-    void read_version(std::string_view body) {
-        constexpr std::string_view key = "\"system_fingerprint\": \"";
-        auto at = body.find(key);
-        if (at == body.npos) return;
-        const auto text = body.substr(at + key.size());
-        report_.server_version = std::string(text.substr(0, text.find('"')));
     }
 
     asio::awaitable<void> check_parity() {
@@ -339,6 +348,7 @@ private:
             report_.note(text);
             print(text);
         }
+        if (const auto text = report_.versions(); !text.empty()) print(text);
         if (!common_.quiet) {
             print(report_.prefix_cached());
             print(fmt::format(
@@ -385,6 +395,7 @@ private:
     asio::signal_set signals_;
     asio::cancellation_signal opening_;
     const bool terminal_;
+    std::unordered_set<std::string_view> names_; // of what is asked; the journal's thread's
     std::unique_ptr<Runtime> runtime_;
     Report report_;
     Clock::time_point started_;

@@ -45,8 +45,17 @@ struct JournalOptions {
     /// is the same one; joining parts compares it. A run goes on when that of its suite changes.
     std::string content;
     JournalFields settings; ///< compared when a run is resumed, beside what Runtime adds
-    /// Of a run that is a part of a suite; joining parts compares them. The parts' items in all (0:
-    /// not known), and what is another one when the suite is cut at other places.
+    /// What the report of the run counts: requests in all, 0: not known; of these, those that
+    /// cannot be asked and count as rejected; and items whose answers others get, too, by their
+    /// names and how many do.
+    std::int64_t items = 0, invalid = 0;
+    JournalFields copies;
+    /// Whether the suite has an item of this name; empty: not known. Called by the journal's own
+    /// thread. Of what was joined from parts, an item that has another name now is told by it.
+    std::function<bool(std::string_view)> named;
+    /// Of a run that is a part of a suite; joining parts compares them. The parts' requests in all
+    /// (0: not known), and what is another one when the suite is cut at other places; words before
+    /// its last one say why.
     std::int64_t whole_items = 0;
     std::string cut;
 
@@ -187,13 +196,18 @@ struct JournalSummary {
     std::string suite, server_version;
     std::int64_t runs = 0, sessions = 0; ///< runs in the file; starts of the latest one
     double wall_seconds = 0;             ///< of all sessions, to their last outcome
+    bool ended = false;                  ///< the latest session did, by itself: it was not killed
+    bool log = false;         ///< there was a -wal beside the file, where what is latest may be
     std::int64_t earlier = 0; ///< items of earlier versions of the suite, which are left out
-    std::int64_t missing = 0; ///< items of parts that were not there when the others were joined
+    std::int64_t missing = 0; ///< items not written yet, or of parts that were not joined
+    std::vector<std::string> missing_parts; ///< which were not: "2/4"
+    std::int64_t invalid = 0; ///< requests of the suite that could not be asked, and are no items
     std::optional<std::int64_t> pid; ///< of the process that writes to it at this moment
 };
 struct JournalItem {
     std::string name;
     std::optional<Response> response; ///< without body and text; nothing: not run
+    std::int64_t copies = 0;          ///< other requests that get its answer
 };
 
 /// Reads the latest run of a journal, also while somebody writes to it. Calls on_item for each
@@ -201,12 +215,14 @@ struct JournalItem {
 Failure read_journal(const std::string& path, JournalSummary& summary,
                      const std::function<void(const JournalItem&)>& on_item);
 
-/// What joining journals came to.
+/// What joining journals came to. Counted are requests: items, those that get an item's answer,
+/// too, and those that could not be asked.
 struct JournalMerge {
     std::int64_t items = 0, answered = 0, failed = 0, not_run = 0;
     std::vector<std::string> missing; ///< shards of the run that are in none of them: "2/4"
-    std::vector<std::string> empty;   ///< journals without a run, which are left out
+    std::vector<std::string> empty;   ///< journals without a run or an item, which are left out
     bool counted = true;              ///< not_run has the items of missing shards, too
+    std::string versions; ///< not empty: servers of several versions have answered, and which
 };
 
 /// Joins the latest runs of several journals, the shards of one run, in a new file. An item that is
@@ -217,8 +233,8 @@ struct JournalMerge {
 /// can be joined to the new file.
 ///
 /// Errors     changed: they are not of one run, or answer an item differently; unwritable: the
-///            file is there already, or cannot be written; foreign: also if none of them has a run
-///            in it; corrupt. Nothing is left then.
+///            file is there already, or cannot be written; in_use: somebody else joins to it;
+///            foreign: also if none of them has a run in it; corrupt. Nothing is left then.
 Failure merge_journals(const std::string& path, const std::vector<std::string>& shards,
                        JournalMerge& out);
 

@@ -11,6 +11,7 @@
 #include <sqlite3.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <list>
@@ -751,6 +752,9 @@ std::vector<std::string> asked_over(const std::string& path, std::vector<std::st
     auto options = Session::at(path);
     options.suite = "s";
     options.content = "c";
+    options.named = [names](std::string_view name) {
+        return std::find(names.begin(), names.end(), name) != names.end();
+    };
     Session session(options);
     REQUIRE(!session.code);
     std::vector<Request> requests;
@@ -770,7 +774,11 @@ std::vector<std::string> asked_over(const std::string& path, std::vector<std::st
     };
     for (const auto& it : requests) {
         INFO(it.name);
-        CHECK(session.get(it).body == R"({"choices": [")" + it.name + "\"]}");
+        const auto body = session.get(it).body;
+        if (it.name.starts_with("item-"))
+            CHECK(body == R"({"choices": [")" + it.name + "\"]}");
+        else // one that was renamed
+            CHECK(body.find(it.name) == body.npos);
     }
     session.journal->suite_asked();
     session.go();
@@ -809,6 +817,123 @@ TEST_CASE("an answer stays with its item's name where parts were joined, also am
     auto renamed = question("the same", "1");
     renamed.name = "of another name";
     CHECK(session.get(renamed).from_journal);
+}
+
+TEST_CASE("where parts were joined, one of equal requests that has another name keeps its answer") {
+    Folder folder;
+    const auto a = part(folder, "0/2", {0, 1, 2}), b = part(folder, "1/2", {3, 4, 5});
+    evalrt::JournalMerge result;
+    // Each of the others keeps its own, wherever the renamed ones stand.
+    for (const std::set<int>& renamed : {std::set<int>{2}, {0, 5}, {0, 1, 2, 3, 4, 5}}) {
+        fs::remove(folder / "all");
+        REQUIRE(!evalrt::merge_journals(folder / "all", {b, a}, result));
+        auto names = six;
+        for (const int i : renamed) names[std::size_t(i)] = "other-" + std::to_string(i);
+        for (int twice = 0; twice < 2; ++twice) CHECK(asked_over(folder / "all", names) == Names{});
+    }
+    // One more is one more.
+    REQUIRE(!evalrt::merge_journals(folder / "more", {b, a}, result));
+    auto names = six;
+    names[3] = "other";
+    names.push_back("item-6");
+    CHECK(asked_over(folder / "more", names) == Names{"item-6"});
+    CHECK(asked_over(folder / "more", names) == Names{});
+}
+
+TEST_CASE("an item has the name that its request came by the last time") {
+    Folder folder;
+    auto request = question("a");
+    { Session(folder / "j").get(request); }
+    JournalSummary summary;
+    request.name = "renamed";
+    for (int twice = 0; twice < 2; ++twice) {
+        Session session(folder / "j");
+        CHECK(session.get(request).from_journal);
+    }
+    CHECK(items_of(folder / "j", summary).at(0).name == "renamed");
+    request.name.clear(); // which is none
+    { CHECK(Session(folder / "j").get(request).from_journal); }
+    CHECK(items_of(folder / "j", summary).at(0).name == "renamed");
+}
+
+TEST_CASE(
+    "a report counts what shares an answer, what cannot be asked, and what is not written yet") {
+    Folder folder;
+    auto options = Session::at(folder / "j");
+    options.items = 9;
+    options.invalid = 2;
+    options.copies = {{"name of a", "3"}, {"name of b", "1"}};
+    {
+        Session session(options);
+        session.get(question("a"));
+        session.reply = [](const Request&) { return failure(Errc::timed_out); };
+        session.get(question("b"));
+    }
+    JournalSummary summary;
+    const auto items = items_of(folder / "j", summary);
+    REQUIRE(items.size() == 2);
+    CHECK(items[0].copies == 3);
+    CHECK(items[1].copies == 1);
+    CHECK(summary.invalid == 2);
+    CHECK(summary.missing == 1); // 9, and 2 + 4 + 2 are known
+    CHECK(summary.ended);
+    CHECK_FALSE(summary.log);
+    // The next session says it anew.
+    options.items = options.invalid = 0;
+    options.copies = {};
+    { Session session(options); }
+    CHECK(items_of(folder / "j", summary).at(0).copies == 0);
+    CHECK(summary.invalid + summary.missing == 0);
+}
+
+TEST_CASE("what a session leaves behind that did not end is not taken for all") {
+    Folder folder;
+    Session session(folder / "j");
+    session.get(question("a"));
+    // As a copy: with its log, and without; a copied lock is nobody's. By another process: one that
+    // closes the file loses all its locks.
+    REQUIRE(std::system(("cd " + folder.path +
+                         " && cp j c && cp j-wal c-wal && cp j bare && "
+                         "cp j.lock bare.lock")
+                            .c_str()) == 0);
+    JournalSummary summary;
+    CHECK(items_of(folder / "j", summary).size() == 1);
+    CHECK(summary.pid == ::getpid());
+    CHECK(items_of(folder / "c", summary).size() == 1);
+    CHECK_FALSE(summary.ended);
+    CHECK(summary.log);
+    CHECK_FALSE(summary.pid);
+    CHECK(items_of(folder / "bare", summary).empty());
+    CHECK(summary.runs == 0);
+    CHECK_FALSE(summary.log);
+    CHECK_FALSE(summary.pid);
+    evalrt::JournalMerge result;
+    CHECK(evalrt::merge_journals(folder / "none", {folder / "bare"}, result).code ==
+          JournalErrc::foreign);
+    CHECK(result.empty == std::vector<std::string>{folder / "bare"});
+    CHECK_FALSE(fs::exists(folder / "none"));
+}
+
+TEST_CASE("what is joined stands at its place when it is whole") {
+    Folder folder;
+    const auto a = part(folder, "0/2", {0, 1, 2}), b = part(folder, "1/2", {3, 4, 5});
+    evalrt::JournalMerge result;
+    // What one that was killed has left.
+    spew(folder / "all.tmp", "half");
+    spew(folder / "all.tmp-wal", "half");
+    spew(folder / "all.tmp.lock", "1\n");
+    REQUIRE(!evalrt::merge_journals(folder / "all", {a, b}, result));
+    CHECK(result.answered == 6);
+    std::set<std::string> files;
+    for (const auto& it : fs::directory_iterator(folder.path)) files.insert(it.path().filename());
+    CHECK(files == std::set<std::string>{"0-2", "1-2", "all"});
+    // Somebody else does the same.
+    {
+        Session other(folder / "more.tmp");
+        CHECK(evalrt::merge_journals(folder / "more", {a, b}, result).code == JournalErrc::in_use);
+        CHECK_FALSE(other.get(question("x")).outcome);
+    }
+    CHECK_FALSE(fs::exists(folder / "more"));
 }
 
 TEST_CASE("parts that were missing are joined to what was joined before") {

@@ -18,11 +18,12 @@ from patience import LONG, answers, fake_openai, free_port, until
 
 
 class WithServers(Base):
-    def server(self, name="a", answers=None, then="never", model=None):
+    def server(self, name="a", answers=None, then="never", model=None, version=None):
         """One that runs; its own log is NAME.log. After so many answers it waits for the file `then`."""
         program = self.dir / name
         program.symlink_to(SERVER)
         env = self.env() | ({} if answers is None else {"FAKE_OPENAI_GATE": f"{answers} {then}"})
+        env |= {} if version is None else {"FAKE_OPENAI_VERSION": version}
         process, url = fake_openai("--model", model or self.model, program=program, cwd=self.dir,
                                    stderr=subprocess.DEVNULL, env=env)
         self.addCleanup(process.wait)
@@ -296,6 +297,35 @@ class SeveralServers(WithServers):
         code, _, err = self.ask(a, suite, "-o", "o", "--journal", "both")
         self.assertEqual((code, self.asked_of("a"), self.asked_of("b")), (0, [], []), err)
 
+    def test_that_servers_of_different_versions_have_answered_is_said(self):
+        (_, a), (_, b) = self.server("a", version="v1"), self.server("b", version="v2")
+        suite = self.groups(12)
+        self.parts(suite, a, b, a)
+        for kind in "oj":
+            code, err = self.merge("all." + kind, *(f"{kind}.{i}" for i in range(3)))
+            self.assertEqual(code, 0, err)
+            self.assertIn(f'have answered: 8 by "v1", the first in {kind}.0, 4 by "v2", the first in {kind}.1', err)
+            code, err = self.merge("same." + kind, f"{kind}.0", f"{kind}.2")
+            self.assertNotIn("version", err)
+        # Also by a run that asks both, which goes on with the journal or has none.
+        for more in ((), ("--journal", "all.j")):
+            code, _, err = self.ask(a, suite, "--url", b, "-o", "o", "--json", "s", *more)
+            self.assertEqual(code, 0, err)
+            both = more or (len(self.asked_of("a")) > 8 and len(self.asked_of("b")) > 4)
+            self.assertEqual("servers of different versions" in err, bool(both))
+        self.assertIn('8 by "v1", 4 by "v2"', " ".join(json.loads((self.dir / "s").read_text())["notes"]))
+
+    def test_that_a_run_asks_servers_of_different_versions_is_said_before_it_does(self):
+        (_, a), (_, b), (_, c) = (self.server(name, model="like-vllm", version=version)
+                                  for name, version in (("a", "0.9"), ("b", "0.10"), ("c", "0.9")))
+        code, _, err = self.plain("run", self.groups(12), "-o", "o", "--json", "s", "--backend", "openai-url",
+                                  "--url", a, "--url", b, "--url", c)
+        self.assertEqual(code, 0, err)
+        words = f"{b} is vllm 0.10, and the first vllm 0.9: their answers may differ"
+        self.assertIn(words, err)
+        self.assertNotIn(f"{c} is vllm", err)
+        self.assertIn(words, json.loads((self.dir / "s").read_text())["notes"])
+
     def test_parts_of_other_models_suites_or_cuts_are_not_joined(self):
         (_, a), (_, b) = self.server("a"), self.server("b")
         suite = self.groups(12)
@@ -315,6 +345,8 @@ class SeveralServers(WithServers):
                 self.assertEqual(code, 2, err)
                 self.assertIn('by the model "n"', err)
             (self.dir / "other.1").unlink()
+            if name == "order":
+                self.assertIn("cut with no option that changes it, and here with --order fifo", err)
         longer = self.suite(*suite.read_text().splitlines(), line("new", "0 of its own"), name="suite.jsonl")
         code, _, err = self.ask(b, longer, "-o", "longer.{shard}", "--journal", "longer.journal", "--shard", "1/2")
         self.assertEqual(code, 0, err)
@@ -327,6 +359,149 @@ class SeveralServers(WithServers):
         code, err = self.merge("whole", "o.0", "moved.1")
         self.assertEqual(code, 2, err)
         self.assertIn("not of one suite", err)
+
+    def counts(self, journal, code):
+        """What a report counts, as text and as JSON."""
+        text = self.report(journal, code=code)
+        of = json.loads(self.report("--json", journal, code=code))
+        self.assertIn(f"answered {of['answered']} of {of['requests']}", text)
+        return [of[name] for name in ("requests", "answered", "failed", "not_run", "repeated")]
+
+    def test_equal_requests_that_are_asked_once_count_as_many_as_they_are(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        heads = [f"{g} " + f"shared words of group {g} " * 40 for g in range(4)]
+        # 8 questions, each there five times, all over the suite; and one that fails, twice.
+        rows = [line(f"item-{i}", f"{heads[i % 4]} question {i % 8}") for i in range(40)]
+        suite = self.suite(*rows, line("bad-1", "fail"), line("bad-2", "fail"))
+        code, _, err = self.ask(a, suite, "-o", "whole", "--journal", "whole.journal", "--dedupe", "--json", "s")
+        self.assertEqual(code, 1, err)
+        summary = json.loads((self.dir / "s").read_text())
+        whole = [summary[name] for name in ("requests", "answered", "failed", "not_run", "repeated")]
+        self.assertEqual(whole, [42, 40, 2, 0, 32])
+        self.assertEqual(self.counts("whole.journal", 1), whole)
+        self.forget()
+        for i in range(3):
+            code, _, err = self.ask(a, suite, "-o", "o.{shard}", "--journal", "j.{shard}", "--dedupe", "--json",
+                                    "s", "--shard", f"{i}/3")
+            self.assertIn(code, (0, 1), err)
+            summary = json.loads((self.dir / "s").read_text())
+            self.assertEqual(self.counts(f"j.{i}", code),
+                             [summary[name] for name in ("requests", "answered", "failed", "not_run", "repeated")])
+        # Each was asked once, by whichever part.
+        self.assertEqual(len(self.asked_of()), 9)
+        self.assertEqual(len(set(self.asked_of())), 9)
+        code, err = self.merge("all", "o.1", "o.0", "o.2", "--suite", suite)
+        self.assertEqual(code, 1, err)
+        self.assertIn("42 items, 40 answered, 2 failed", err)
+        self.assertEqual(self.without_times("all"), self.without_times("whole"))
+        code, err = self.merge("all.journal", "j.1", "j.0", "j.2", "j.1")
+        self.assertEqual(code, 1, err)
+        self.assertIn("42 items, 40 answered, 2 failed, 0 not run", err)
+        self.assertEqual(self.counts("all.journal", 1), whole)
+        # What is missing is said, by the merge and by a report of what it has made.
+        code, err = self.merge("some.journal", "j.0", "j.2")
+        self.assertEqual(code, 1, err)
+        self.assertIn("missing shards: 1/3", err)
+        code, err2 = self.merge("some", "o.0", "o.2", "--suite", suite)
+        requests, answered, failed, not_run, _ = self.counts("some.journal", 1)
+        self.assertEqual(requests, 42)
+        self.assertGreater(not_run, 0)
+        self.assertIn(f"42 items, {answered} answered, {failed} failed, {not_run} not run", err)
+        self.assertIn("were not there when the others were joined: 1/3", self.report("some.journal", code=1))
+        self.assertEqual(json.loads(self.report("--json", "some.journal", code=1))["journal"]["missing_parts"],
+                         ["1/3"])
+        self.assertIn(f"42 items, {answered} answered, {failed} failed, {not_run} missing", err2)
+        self.assertEqual(self.merge("later.journal", "some.journal", "j.1")[0], 1)
+        self.assertEqual(self.counts("later.journal", 1), whole)
+        # The whole run goes on with it, and asks for what is missing and has failed.
+        self.forget()
+        code, _, err = self.ask(b, suite, "--url", a, "-o", "again", "--journal", "later.journal", "--dedupe")
+        self.assertEqual(code, 4, err)  # at another address it does not
+        code, _, err = self.ask(a, suite, "-o", "again", "--journal", "some.journal", "--dedupe")
+        self.assertEqual(code, 1, err)
+        self.assertEqual(self.without_times("again"), self.without_times("whole"))
+        self.assertEqual(len(set(self.asked_of())), len(self.asked_of()))
+        self.assertEqual(self.counts("some.journal", 1), whole)
+
+    def test_parts_of_which_some_ask_equal_requests_once_are_not_joined(self):
+        _, a = self.server()
+        suite = self.suite(*[line(f"item-{i}", f"question {i % 6} " + "words " * 40) for i in range(24)])
+        self.parts(suite, a, a)
+        code, _, err = self.ask(a, suite, "-o", "once.{shard}", "--journal", "once.j.{shard}", "--shard", "1/2",
+                                "--dedupe")
+        self.assertEqual(code, 0, err)
+        for parts, words in ((("j.0", "once.j.1"), "no option that changes it, and here with --dedupe"),
+                             (("once.j.1", "j.0"), "--dedupe, and here with no option that changes it")):
+            code, err = self.merge("all", *parts)
+            self.assertEqual(code, 2, err)
+            self.assertIn("the suite was cut with " + words, err)
+        # A part that is run again with the options of the others is one of them.
+        self.forget()
+        code, _, err = self.ask(a, suite, "-o", "o.1", "--journal", "once.j.1", "--shard", "1/2")
+        self.assertEqual(code, 0, err)
+        code, err = self.merge("all", "j.0", "once.j.1")
+        self.assertEqual(code, 0, err)
+        self.assertIn("24 items, 24 answered", err)
+        code, out, _ = self.plain("run", suite, "--dry-run", "--dedupe", "--shard", "0/2", "--json", "plan")
+        self.assertIn("24 requests in 0 MB, 18 are there already and not asked", out)
+        plan = json.loads((self.dir / "plan").read_text())
+        self.assertEqual((plan["fewest"] + plan["most"], plan["repeated"]), (6, 18))
+
+    def test_lines_that_are_no_requests_count_the_same_everywhere(self):
+        _, a = self.server()
+        rows = [line(f"item-{i}", f"question {i} " + "words " * 40) for i in range(12)]
+        # Of a name that is there: the earlier line has it.
+        suite = self.suite(*rows[:6], "no JSON", line("item-2", "another"), *rows[6:])
+        code, _, err = self.ask(a, suite, "-o", "whole", "--journal", "whole.journal", "--skip-invalid")
+        self.assertEqual(code, 1, err)
+        self.assertIn("12 answered, 2 failed", err)
+        self.assertEqual(self.counts("whole.journal", 1), [14, 12, 2, 0, 0])
+        for i in range(3):
+            code, _, err = self.ask(a, suite, "-o", "o.{shard}", "--journal", "j.{shard}", "--shard", f"{i}/3",
+                                    "--skip-invalid")
+            self.assertEqual(code, 1 if i == 0 else 0, err)
+            self.assertEqual(self.counts(f"j.{i}", code)[2], 2 if i == 0 else 0)
+        for parts, answered, failed, missing in (((2, 0, 1), 12, 2, 0), ((0, 2), 8, 2, 4), ((1, 2), 8, 0, 6)):
+            for name in ("all", "all.journal"):
+                (self.dir / name).unlink(missing_ok=True)
+            code, err = self.merge("all", *(f"o.{i}" for i in parts), "--suite", suite)
+            self.assertEqual(code, 1, err)
+            self.assertIn(f"14 items, {answered} answered, {failed} failed, {missing} missing", err)
+            code, err = self.merge("all.journal", *(f"j.{i}" for i in parts))
+            self.assertEqual(code, 1, err)
+            self.assertIn(f"14 items, {answered} answered, {failed} failed, {missing} not run", err)
+            self.assertEqual(self.counts("all.journal", 1), [14, answered, failed, missing, 0])
+
+    def test_a_copy_without_what_was_written_last_does_not_pass_for_all(self):
+        _, a = self.server(answers=6)
+        suite = self.groups(12)
+        args = ["run", suite, "-o", "o", "--backend", "openai-url", "--url", a, "--no-probe", "--model", "m",
+                "--max-in-flight", "2", "--journal", "j"]
+        running = subprocess.Popen([self.evalrt(), *args], cwd=self.dir, env=self.env(), stderr=subprocess.DEVNULL)
+        self.addCleanup(running.wait)
+        self.addCleanup(running.kill)
+        until(lambda: len(self.answered_in("o.part")) == 6)
+        (self.dir / "copies").mkdir()
+        for name, ends in (("bare", ("",)), ("good", ("", "-wal"))):
+            for end in ends:
+                subprocess.run(["cp", f"j{end}", f"copies/{name}{end}"], cwd=self.dir, check=True)
+        self.assertEqual(self.counts("j", 1), [12, 6, 0, 6, 0])
+        self.assertEqual(self.counts("copies/good", 1), [12, 6, 0, 6, 0])
+        self.assertEqual(self.counts("copies/bare", 1)[:2], [0, 0])
+        words = "or is a copy without the -wal"
+        self.assertIn(words, self.report("copies/bare", code=1))
+        self.assertIn(words, json.loads(self.report("--json", "copies/bare", code=1))["notes"][0])
+        self.assertNotIn("-wal", self.report("j", code=1))
+        # Some of it was in the file already.
+        running.kill()
+        running.wait()
+        self.assertNotIn("-wal", self.report("j", code=1))  # which it has read
+        subprocess.run(["cp", "j", "copies/half"], cwd=self.dir, check=True)
+        self.assertEqual(self.counts("copies/half", 1), [12, 6, 0, 6, 0])
+        self.assertIn("or this is a copy without the -wal", self.report("copies/half", code=1))
+        code, err = self.merge("joined", "copies/half", "copies/bare")
+        self.assertEqual(code, 1, err)
+        self.assertIn("copies/bare has no run in it that has asked for anything", err)
 
     def test_a_part_that_has_not_begun_is_missing(self):
         _, a = self.server("a")
@@ -358,6 +533,43 @@ class SeveralServers(WithServers):
         self.assertIn("6 missing", err)
 
 
+class ManyParts(WithServers):
+    """Of a whole cluster."""
+
+    def test_more_parts_than_requests_each_killed_once(self):
+        _, a = self.server(answers=0, then="go")
+        suite = self.groups(24)
+        def command(i):
+            return [self.evalrt(), "run", suite, "--shard", f"{i}/32", "-o", "o.{shard}", "--journal", "j.{shard}",
+                    "--backend", "openai-url", "--url", a, "--no-probe", "--model", "m"]
+        parts = []
+        for i in range(32):
+            parts.append(subprocess.Popen(command(i), cwd=self.dir, env=self.env(), stderr=subprocess.DEVNULL))
+        until(lambda: len(self.asked_of()) == 24)  # which waits for ever
+        for it in parts:
+            it.kill()
+            it.wait()
+        (self.dir / "go").touch()
+        self.forget()
+        for first in range(0, 32, 8):
+            parts = [subprocess.Popen(command(i), cwd=self.dir, env=self.env(), stderr=subprocess.DEVNULL)
+                     for i in range(first, first + 8)]
+            self.assertEqual([it.wait(LONG) for it in parts], [0] * 8)
+        self.assertEqual(len(self.asked_of()), 24)
+        journals = sorted(self.dir.glob("j.*"))
+        code, err = self.merge("all.journal", *journals)
+        self.assertEqual(code, 0, err)
+        self.assertIn("24 items, 24 answered, 0 failed, 0 not run", err)
+        self.assertNotIn("no run in it", err)
+        self.assertIn("24 of 24", self.report("all.journal"))
+        code, err = self.merge("all", *sorted(self.dir.glob("o.*")), "--suite", suite)
+        self.assertEqual(code, 0, err)
+        self.forget()
+        self.assertEqual(self.ask(a, suite, "-o", "again", "--journal", "all.journal")[0], 0)
+        self.assertEqual(self.asked_of(), [])
+        self.assertEqual(self.without_times("again"), self.without_times("all"))
+
+
 class OneSuite(WithServers):
     """Parts and sessions are of one suite by what is in it."""
 
@@ -386,6 +598,22 @@ class OneSuite(WithServers):
             self.forget()
             now = self.answers("o")
             self.assertEqual({id for id in now if now[id] != of_parts[id]}, missing if journal == "some" else set())
+
+    def test_of_equal_requests_one_that_was_renamed_keeps_an_answer_that_is_no_others(self):
+        _, url = self.server()
+        suite = self.equal()
+        self.parts(suite, url, url, url)
+        self.assertEqual(self.merge("all", "j.2", "j.0", "j.1")[0], 0)
+        self.forget()
+        self.assertEqual(self.ask(url, suite, "-o", "o", "--journal", "all")[0], 0)
+        first = self.answers("o")
+        suite.write_text(suite.read_text().replace('"e3"', '"renamed"').replace('"e11"', '"another"'))
+        code, _, err = self.ask(url, suite, "-o", "o", "--journal", "all")
+        self.assertEqual((code, self.asked_of()), (0, []), err)
+        now = self.answers("o")
+        self.assertEqual({id: first[id] for id in first if id in now}, {id: now[id] for id in now if id in first})
+        self.assertEqual(sorted(now.values()), sorted(first.values()))
+        self.assertIn("answered 12 of 12", self.report("all"))
 
     def test_a_suite_that_was_edited_between_its_parts_is_not_joined(self):
         _, url = self.server()
@@ -538,6 +766,15 @@ class Names(WithServers):
             self.assertEqual(code, 2, err)
             self.assertIn("folder is a folder", err)
         self.assertFalse([name for name in self.files() if name.endswith(".tmp")])
+        # What a merge that was killed has left beside its place is no part.
+        left = ("x.tmp", "x.tmp-wal", "x.tmp.new", "x.tmp.new-journal", "x.tmp.lock")
+        for name in left:
+            (self.dir / name).write_text("half")
+        for parts in (("o.0", "o.1"), ("j.0", "j.1")):
+            code, err = self.merge("x", *parts, *left)
+            self.assertEqual(code, 0, err)
+            (self.dir / "x").unlink()
+        self.assertEqual(self.files() & {"x.tmp", "x.tmp-wal", "x.tmp.new-journal"}, set())
 
     def test_what_does_not_fit_leaves_nothing_behind(self):
         _, url = self.server()

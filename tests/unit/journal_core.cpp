@@ -76,15 +76,16 @@ TEST_CASE("where items go by their names, equal requests have places of their ow
     JournalIndex index;
     const JournalKey key{1, 2}, other{3, 4};
     CHECK(index.place(key, "a") == key);
-    index.by_name(false, {key});
+    index.by_name(false, {JournalIndex::named(key, "a"), JournalIndex::named(key, "b"),
+                          JournalIndex::named(other, "c")});
     CHECK_FALSE(index.place(key, "a") == key);
     CHECK_FALSE(index.place(key, "a") == index.place(key, "b"));
     CHECK(index.place(key, "a") == index.place(key, "a"));
     CHECK(index.place(key, "") == key); // it has none
+    CHECK(index.place(key, "new") == key);
     CHECK(index.place(other, "a") == other);
-    index.by_name(true, {});
-    CHECK_FALSE(index.place(other, "a") == other);
-    CHECK_FALSE(index.place(other, "a") == index.place(key, "a"));
+    CHECK_FALSE(index.place(other, "c") == other);
+    CHECK(index.place(key, "c") == key);
 }
 
 TEST_CASE("a failure is tried again, unless its class is a final one") {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -67,8 +68,13 @@ struct JournalEntry {
     std::int64_t item = 0;       ///< of this run; 0: this run has not asked it
     std::int64_t outcome = 0;    ///< of this run, the latest; 0: none
     std::optional<Errc> failure; ///< of that outcome
+    std::uint32_t name = 0;      ///< a hash of the item's name; 0: not known
     std::int64_t shared = 0; ///< an answer of another run that may be served to this one; 0: none
 };
+
+inline std::uint32_t journal_name(std::string_view name) {
+    return std::uint32_t(std::hash<std::string_view>()(name)) | 1;
+}
 
 struct JournalDecision {
     std::uint32_t occurrence = 0;
@@ -85,18 +91,24 @@ public:
     void reserve(std::size_t items) { entries_.reserve(items); }
     std::size_t size() const { return entries_.size(); }
 
-    /// Items of these requests, or of all, go by their names: where a run was joined from parts,
-    /// the n-th equal request need not be the n-th item.
-    void by_name(bool all, JournalKeys keys) {
+    /// An item that goes by its name: where a run was joined from parts, the n-th equal request
+    /// need not be the n-th item.
+    static JournalKey named(JournalKey key, std::string_view name) {
+        return journal_key("name", name, {reinterpret_cast<const char*>(&key), sizeof key});
+    }
+    /// `names`: of those that do. Other requests are counted as ever. `all`: some items are
+    /// missing.
+    void by_name(bool all, JournalKeys names) {
         all_by_name_ = all;
-        by_name_ = std::move(keys);
+        names_ = std::move(names);
     }
     bool all_by_name() const { return all_by_name_; }
 
     /// What stands for a request's key in the calls below.
     JournalKey place(JournalKey key, std::string_view name) const {
-        if (name.empty() || (!all_by_name_ && !by_name_.contains(key))) return key;
-        return journal_key("name", name, {reinterpret_cast<const char*>(&key), sizeof key});
+        if (names_.empty() || name.empty()) return key;
+        const auto its = named(key, name);
+        return names_.contains(its) ? its : key;
     }
 
     JournalEntry& entry(JournalKey key, std::uint32_t occurrence) {
@@ -170,7 +182,7 @@ private:
     std::unordered_map<Id, Slot, Hash> entries_;
     std::vector<Errc> final_failures_;
     bool all_by_name_ = false;
-    JournalKeys by_name_;
+    JournalKeys names_;
 };
 
 /// "model: it was \"a\", it is \"b\"; ..."; empty: the same.

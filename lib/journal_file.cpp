@@ -1281,8 +1281,10 @@ Failure JournalFile::added(JournalMerge& result) {
             throw Trouble{{JournalErrc::foreign, "none of these journals has a run in it: no shard "
                                                  "has come as far as its first request"}};
         std::string parts;
-        for (const auto& part : std::set<std::string>(shards_.begin(), shards_.end()))
-            parts += (parts.empty() ? "" : " ") + part;
+        for (const auto& part : std::set<std::string>(shards_.begin(), shards_.end())) {
+            if (!parts.empty()) parts += ' ';
+            parts += part;
+        }
         result.missing = missing_parts(shards_);
         const auto invalid = std::atoll(facts_["invalid"].c_str());
         result.items += invalid;
@@ -1351,7 +1353,7 @@ Failure merge_journals(const std::string& path, const std::vector<std::string>& 
         return {JournalErrc::unwritable,
                 fmt::format("{} is there already: give a new file, or move it away", path)};
     // Beside its place until it is whole: half of it would look like a run.
-    const auto made = path + ".tmp";
+    const auto made = path + ".merging";
     std::unique_ptr<detail::JournalFile> file;
     auto failure = detail::JournalFile::open(made, file, true);
     if (failure) return failure;

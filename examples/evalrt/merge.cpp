@@ -98,7 +98,7 @@ public:
                 return exit_answered;
             return unwritable(name());
         }
-        const auto to = through_ ? path_ : path_ + ".tmp";
+        const auto to = through_ ? path_ : path_ + ".merging";
         std::ofstream file(to, std::ios::binary | std::ios::trunc);
         if (file) fill(file);
         file.close();
@@ -328,9 +328,18 @@ int merge_results(const Target& out, const std::vector<std::string>& shards) {
 
 } // namespace
 
+bool is_lock_alone(std::string_view path) {
+    if (!path.ends_with(".lock")) return false;
+    std::ifstream file{std::string(path)};
+    long pid = 0;
+    std::error_code none;
+    return file >> pid && file.get() == '\n' && file.peek() == EOF &&
+           !std::filesystem::exists(path.substr(0, path.size() - 5), none);
+}
+
 bool belongs_to_another(std::string_view path, const std::vector<std::string>& all) {
-    // One may be another's: all.tmp-wal.
-    for (const std::string_view end : {"-wal", "-shm", "-journal", ".lock", ".new", ".tmp"})
+    // One may be another's: all.merging-wal.
+    for (const std::string_view end : {"-wal", "-shm", "-journal", ".lock", ".new", ".merging"})
         if (path.ends_with(end)) {
             path.remove_suffix(end.size());
             return std::find(all.begin(), all.end(), path) != all.end() ||
@@ -358,6 +367,10 @@ int merge(const std::string& to, const std::vector<std::string>& shards, const s
         if (std::filesystem::exists(path, none) && !std::filesystem::is_directory(path, none) &&
             !std::filesystem::is_regular_file(path, none))
             return fail(fmt::format("{} is no file: it could be read only once", path));
+        if (is_lock_alone(path)) {
+            say(fmt::format("{} has no journal beside it yet, and is left out", path));
+            continue;
+        }
         const auto it = kind_of(path);
         if (it == Kind::unreadable)
             return fail(fmt::format("cannot read {}: {}", path, std::strerror(errno)));

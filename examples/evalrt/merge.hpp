@@ -19,6 +19,9 @@ int merge(const std::string& out, const std::vector<std::string>& shards, const 
 /// in.
 bool belongs_to_another(std::string_view path, const std::vector<std::string>& all);
 
+/// A process has locked a journal that it has not made yet: a pattern takes the lock in.
+bool is_lock_alone(std::string_view path);
+
 } // namespace evalrt::program
 
 #endif

@@ -196,6 +196,11 @@ int report(const std::vector<std::string>& paths, bool as_json) {
     bool complete = true;
     for (const auto& path : paths) {
         if (belongs_to_another(path, paths)) continue;
+        if (is_lock_alone(path)) {
+            say(fmt::format("{} has no journal beside it yet", path));
+            complete = false;
+            continue;
+        }
         std::ifstream file(path, std::ios::binary);
         std::string head(16, '\0');
         file.read(head.data(), 16);

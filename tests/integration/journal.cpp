@@ -919,9 +919,9 @@ TEST_CASE("what is joined stands at its place when it is whole") {
     const auto a = part(folder, "0/2", {0, 1, 2}), b = part(folder, "1/2", {3, 4, 5});
     evalrt::JournalMerge result;
     // What one that was killed has left.
-    spew(folder / "all.tmp", "half");
-    spew(folder / "all.tmp-wal", "half");
-    spew(folder / "all.tmp.lock", "1\n");
+    spew(folder / "all.merging", "half");
+    spew(folder / "all.merging-wal", "half");
+    spew(folder / "all.merging.lock", "1\n");
     REQUIRE(!evalrt::merge_journals(folder / "all", {a, b}, result));
     CHECK(result.answered == 6);
     std::set<std::string> files;
@@ -929,7 +929,7 @@ TEST_CASE("what is joined stands at its place when it is whole") {
     CHECK(files == std::set<std::string>{"0-2", "1-2", "all"});
     // Somebody else does the same.
     {
-        Session other(folder / "more.tmp");
+        Session other(folder / "more.merging");
         CHECK(evalrt::merge_journals(folder / "more", {a, b}, result).code == JournalErrc::in_use);
         CHECK_FALSE(other.get(question("x")).outcome);
     }

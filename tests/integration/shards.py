@@ -765,16 +765,24 @@ class Names(WithServers):
             code, err = self.merge("folder", *parts)
             self.assertEqual(code, 2, err)
             self.assertIn("folder is a folder", err)
-        self.assertFalse([name for name in self.files() if name.endswith(".tmp")])
+        self.assertFalse([name for name in self.files() if name.endswith(".merging")])
         # What a merge that was killed has left beside its place is no part.
-        left = ("x.tmp", "x.tmp-wal", "x.tmp.new", "x.tmp.new-journal", "x.tmp.lock")
+        left = ("x.merging", "x.merging-wal", "x.merging.new", "x.merging.new-journal", "x.merging.lock")
         for name in left:
             (self.dir / name).write_text("half")
         for parts in (("o.0", "o.1"), ("j.0", "j.1")):
             code, err = self.merge("x", *parts, *left)
             self.assertEqual(code, 0, err)
             (self.dir / "x").unlink()
-        self.assertEqual(self.files() & {"x.tmp", "x.tmp-wal", "x.tmp.new-journal"}, set())
+        self.assertEqual(self.files() & {"x.merging", "x.merging-wal", "x.merging.new-journal"}, set())
+        # Nor is what a part has made that is only beginning.
+        (self.dir / "j.2.lock").write_text("123\n")
+        code, err = self.merge("x", "j.0", "j.1", "j.2.lock")
+        self.assertEqual(code, 0, err)
+        self.assertIn("j.2.lock has no journal beside it yet", err)
+        self.report("j.0", "j.1", "j.2.lock", code=1)
+        (self.dir / "o.2.lock").write_text((self.dir / "o.0").read_text())  # of that name
+        self.assertEqual(self.merge("y", "o.2.lock", "o.1")[0], 0)
 
     def test_what_does_not_fit_leaves_nothing_behind(self):
         _, url = self.server()

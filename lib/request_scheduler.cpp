@@ -113,7 +113,10 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         for (const auto id : core.late(now)) cancel(id, true);
         while (auto pick = core.next(now)) launch(*pick, now);
         if (const auto& reason = core.stop_reason()) stop(reason->first, reason->second);
-        if (core.server_gone(now)) server_gone();
+        if (core.server_gone(now))
+            server_gone(Errc::unreachable, "the server does not answer any more");
+        if (core.turned_away(now))
+            server_gone(Errc::overloaded, "the server turns everything away");
         arm(now);
     }
 
@@ -125,14 +128,17 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         for (const auto id : all()) cancel(id, false);
     }
 
-    void server_gone() {
-        const std::string why = "the server does not answer any more";
+    void server_gone(Errc outcome, std::string why) {
         if (options.stop.alike > 0 || options.stop.refused > 0) {
-            return stop(Errc::unreachable, why);
+            for (const auto id : all())
+                if (const auto& last = items.at(id).last;
+                    last && last->outcome &&
+                    detail::remedy(*last->outcome, last->status) == detail::Remedy::pause)
+                    return stop(outcome, why + ": " + last->detail);
+            return stop(outcome, std::move(why));
         }
         for (const auto id : all())
-            if (core.cancel(id) == detail::SchedulerCore::Place::waiting)
-                give_up(id, Errc::unreachable, why);
+            if (core.cancel(id) == detail::SchedulerCore::Place::waiting) give_up(id, outcome, why);
     }
 
     void arm(Clock::time_point now) {
@@ -162,6 +168,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         auto on_text = [this, id = pick.id](std::string_view piece) { text(id, piece); };
         Request request = item.request;
         request.server = pick.server;
+        request.id = pick.id;
         request.shared_bytes = shared.bytes(item.domain, item.ends);
         inner.async_complete(std::move(request), std::move(on_text),
                              Returned{shared_from_this(), pick.id, item.cancel.slot()});
@@ -275,6 +282,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             response.timing.queued += item.sent - item.submitted;
         }
         response.timing.total = now - item.submitted;
+        response.elsewhere = false;
         const auto& usage = response.usage;
         if (usage.prompt_tokens && item.pick.prompt_bytes > 0) {
             // The share of the prompt's bytes, as tokens; the last token is always computed.

@@ -935,8 +935,9 @@ std::vector<Runtime::Replica> Runtime::replicas() const {
         const auto& count = impl_->replicas->count(i);
         const bool up = impl_->spread->up(i);
         const auto& why = impl_->left_out[i];
-        list.push_back({impl_->address(i), count.answered, count.failed,
-                        impl_->spread->count(i).stolen, up,
+        const auto& planned = impl_->spread->count(i);
+        list.push_back({impl_->address(i), count.answered, count.failed, count.cancelled,
+                        planned.refused, planned.stolen, up,
                         up || why.code == Errc::unreachable ? std::string() : why.detail});
     }
     return list;

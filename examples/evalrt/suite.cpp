@@ -335,12 +335,15 @@ private:
         report_.server_restarts = runtime_->restarts();
         report_.server_output = runtime_->server_output();
         for (const auto& it : runtime_->replicas()) {
-            const auto text =
-                fmt::format("{}: {} answered, {} attempts failed, {} taken over from others{}",
-                            it.url, it.answered, it.failed, it.taken_over,
-                            it.up            ? ""
-                            : it.why.empty() ? "; it is gone"
-                                             : "; it is left out: " + it.why);
+            auto text = it.answered + it.failed + it.cancelled == 0
+                            ? fmt::format("{}: nothing was asked of it", it.url)
+                            : fmt::format("{}: {} answered, {} attempts failed, {} taken over from "
+                                          "others",
+                                          it.url, it.answered, it.failed, it.taken_over);
+            if (it.cancelled > 0) text += fmt::format(", {} cancelled", it.cancelled);
+            if (it.refused > 0)
+                text += fmt::format("; it refused {} that another one answered", it.refused);
+            if (!it.up) text += it.why.empty() ? "; it is gone" : "; it is left out: " + it.why;
             report_.note(text);
             print(text);
         }

@@ -77,9 +77,10 @@ struct Request {
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece
     std::shared_ptr<TextFlow> flow;        ///< null: the text is never held back
-    bool plain = false;  ///< no question to a model: HttpBackend sends and answers it as it is
-    std::string method;  ///< of a plain one; empty: POST with a body, GET without
-    unsigned server = 0; ///< of several that are alike, which; set by the scheduler
+    bool plain = false;   ///< no question to a model: HttpBackend sends and answers it as it is
+    std::string method;   ///< of a plain one; empty: POST with a body, GET without
+    unsigned server = 0;  ///< of several that are alike, which; set by the scheduler
+    std::uint64_t id = 0; ///< its number in the scheduler; set by that
     std::size_t shared_bytes = 0; ///< of its prompt that others have, too; set by the scheduler
 };
 
@@ -127,6 +128,9 @@ struct Response {
     std::optional<bool> should_retry; ///< x-should-retry, for or against another attempt
     error_code cause;                 ///< of a broken connection: what the system said
     std::string detail;               ///< failed: the server's own words, or what to do
+    /// Failed: not held against the request, which another server is asked. Set by who knows
+    /// several, for the scheduler; no caller sees it.
+    bool elsewhere = false;
 
     /// Cached tokens the plan expected, and the most that any cache could have held.
     std::optional<std::int64_t> expected_cached, maximum_cached;

@@ -53,7 +53,7 @@ public:
     };
 
     /// Set once the run was stopped: by stop(), or by the rules of SchedulerOptions::stop, with
-    /// which it also stops when the server stays away.
+    /// which it also stops when the server stays away, or turns everything away.
     const std::optional<Stopped>& stopped() const;
 
     /// When something of an answer arrived last, or a request ended otherwise than by a time

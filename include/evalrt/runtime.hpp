@@ -100,8 +100,9 @@ public:
     /// What came of each server, if there are several.
     struct Replica {
         std::string url;
-        std::uint64_t answered = 0, failed = 0; ///< attempts
-        std::uint64_t taken_over = 0;           ///< requests that were planned for another one
+        std::uint64_t answered = 0, failed = 0, cancelled = 0; ///< attempts
+        std::uint64_t refused = 0;    ///< requests that another one has answered then
+        std::uint64_t taken_over = 0; ///< requests that were planned for another one
         bool up = true;
         std::string why{}; ///< not up: what is wrong with it; empty: it cannot be reached
     };

@@ -1136,7 +1136,7 @@ class Replicas(WithServers):
         until(lambda: self.asked_of("b"))
         (self.dir / "go").touch()
         notes = " ".join(self.all_answered(process, 40))
-        self.assertRegex(notes, rf'{wrong}: 0 answered.* left out: serves "n", and not the "{self.model}"')
+        self.assertRegex(notes, rf'{wrong}: nothing was asked of it; it is left out: serves "n", and not the "{self.model}"')
         self.assertEqual(self.asked_of("c"), [])
 
     def test_one_that_comes_back_with_another_model_is_left_out(self):
@@ -1199,6 +1199,44 @@ class Replicas(WithServers):
             self.assertEqual(process.returncode, 0, err)
             self.assertEqual(len(self.asked_of("a" + status)), 40)
             self.assertTrue(all(row["error"] is None for row in self.out()))
+
+    def test_the_first_that_refuses_everything_is_left_out_and_said_to(self):
+        for status in ("400", "422", "ctx"):
+            _, a = self.server("a" + status, model="fails-" + status)
+            _, b = self.server("b" + status)
+            process = self.both(self.groups(40), a, b)
+            _, err = process.communicate(timeout=LONG)
+            self.assertEqual(process.returncode, 0, err)
+            self.assertTrue(all(row["error"] is None for row in self.out()))
+            self.assertRegex(err, f"{a}: it refuses one request after the other: .*; it is left out")
+            self.assertEqual(len(self.asked_of("b" + status)), 40)
+
+    def test_one_that_begins_to_refuse_what_others_answer_takes_nothing_with_it(self):
+        for status in ("400", "ctx"):
+            _, a = self.server("a" + status)
+            _, b = self.server("b" + status, model="turns-" + status)
+            process = self.both(self.groups(60), a, b, more=("--json", "s"))
+            _, err = process.communicate(timeout=LONG)
+            self.assertEqual(process.returncode, 0, err)
+            self.assertTrue(all(row["error"] is None for row in self.out()))
+            asked = self.asked_of("b" + status)
+            self.assertLessEqual(len(asked), 5 + 20)
+            note = [it for it in json.loads((self.dir / "s").read_text())["notes"] if it.startswith(f"{b}: 5 ans")]
+            self.assertRegex(note[0], f"it refused {len(asked) - 5} that another one answered")
+
+    def test_what_no_server_takes_fails_once_and_costs_one_request_more(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        rows = [line(f"item-{i}", "fail" if i % 10 == 5 else f"question {i}") for i in range(40)]
+        process = self.both(self.suite(*rows), a, b, more=("--json", "s"))
+        _, err = process.communicate(timeout=LONG)
+        self.assertEqual(process.returncode, 1, err)
+        failed = [row for row in self.out() if row["error"]]
+        self.assertEqual([row["custom_id"] for row in failed], [f"item-{i}" for i in (5, 15, 25, 35)])
+        for row in failed:
+            self.assertIn("this one is refused", row["error"]["message"])
+        self.assertEqual((self.asked_of("a").count("fail"), self.asked_of("b").count("fail")), (4, 4))
+        self.assertEqual(len(self.asked_of("a") + self.asked_of("b")), 44)
+        self.assertEqual(json.loads((self.dir / "s").read_text())["failures"], {"rejected": 4})
 
     def test_a_key_that_no_server_takes_stops_the_run(self):
         (_, a), (_, b) = self.server("a", model="fails-401"), self.server("b", model="fails-401")

@@ -50,7 +50,7 @@ crowd = threading.Condition(lock)
 running = most = 0  # requests at once, now and so far
 hung = threading.Event()
 counter = itertools.count()
-arrivals = itertools.count()
+arrivals, turns = itertools.count(), itertools.count()
 gate = os.environ.get("FAKE_OPENAI_GATE", "").split(" ", 1) if "FAKE_OPENAI_GATE" in os.environ else []
 heard = set()
 VERSION = os.environ.get("FAKE_OPENAI_VERSION", "fake-1.0")
@@ -140,11 +140,16 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body, question):
         if busy() or (args.model == "refuses" and body.get("max_tokens") != 1):
             return self.answer(503, json.dumps({"error": {"message": "warming up"}}))
-        # "sick-404" answers nothing else, "fails-404" nothing but one token; -0: no answer at all.
+        # "sick-404" answers nothing else, "fails-404" nothing but one token, "turns-404" nothing else
+        # after five; -0: no answer at all; -ctx: all is too long.
         kind, _, status = args.model.partition("-")
-        if kind == "sick" or (kind == "fails" and body.get("max_tokens") != 1):
+        more = body.get("max_tokens") != 1
+        if kind == "sick" or (kind == "fails" and more) or (kind == "turns" and more and next(turns) >= 5):
             if status == "0":
                 return self.answer(200, json.dumps({"choices": []}))
+            if status == "ctx":
+                return self.answer(400, json.dumps({"error": {
+                    "message": "This model's maximum context length is 16 tokens. However, you requested 50"}}))
             return self.answer(int(status), json.dumps({"error": {"message": f"bad replica {status}"}}))
         if question == "fail":
             return self.answer(400, json.dumps({"error": {"message": "this one is refused"}}))

@@ -21,7 +21,14 @@ struct World {
     static ReplicaPlanner::Options options(Release release) {
         ReplicaPlanner::Options it;
         it.planner.release = release;
+        it.silence = std::chrono::seconds(20);
         return it;
+    }
+
+    // All have answered something.
+    World& known() {
+        for (std::size_t i = 0; i < planner.size(); ++i) planner.alive(i);
+        return *this;
     }
 
     void add(RequestId id, int group, std::string session = {}, int turn = 0) {
@@ -31,6 +38,7 @@ struct World {
         Prompt prompt;
         prompt.segments = {text};
         prompt.output_tokens = 10;
+        sessions[id] = session;
         prompt.session = std::move(session);
         prompt.turn = turn;
         planner.add(id, prompt);
@@ -43,6 +51,26 @@ struct World {
         auto pick = planner.next(now);
         if (pick) running[pick->id] = pick->server;
         return pick;
+    }
+
+    // Sends this one, wherever it goes; what else is sent meanwhile is answered.
+    unsigned server_of(RequestId id) {
+        for (int i = 0; i < 1000 && !running.contains(id); ++i) {
+            const auto pick = next();
+            REQUIRE(pick);
+            if (pick->id != id) end(pick->id);
+        }
+        REQUIRE(running.contains(id));
+        return running[id];
+    }
+
+    void again(RequestId id) {
+        end(id, Step::failed);
+        Prompt prompt;
+        prompt.segments = {texts[id]};
+        prompt.output_tokens = 10;
+        prompt.session = sessions[id];
+        planner.add(id, prompt);
     }
 
     void end(RequestId id, Step stage = Step::done) {
@@ -59,7 +87,7 @@ struct World {
     unsigned most;
     std::set<unsigned> shut;
     PrefixPlanner::Point now{std::chrono::seconds(1000)};
-    std::map<RequestId, std::string> texts;
+    std::map<RequestId, std::string> texts, sessions;
     std::map<RequestId, unsigned> running;
     std::map<unsigned, std::vector<RequestId>> asked;
 };
@@ -194,7 +222,8 @@ TEST_CASE("A server that only fails swallows nothing and is left out") {
         // What it was asked first it is not asked again, while the other can be.
         CHECK(std::find(failed.begin(), failed.end(), id) == failed.end());
         failed.push_back(id);
-        const auto verdict = world.planner.failed(1, Fault::item);
+        const auto verdict = failed.size() % 2 ? world.planner.refused(1, id)
+                                               : world.planner.failed(1, Fault::passing, id);
         CHECK(verdict.elsewhere);
         CHECK(verdict.out == (failed.size() == 3));
         world.end(id, Step::failed);
@@ -214,7 +243,7 @@ TEST_CASE("A server that only fails swallows nothing and is left out") {
     waits(std::chrono::seconds(5));
     for (const int seconds : {10, 20, 40, 60, 60}) {
         planner.let_in(1);
-        for (int i = 0; i < 3; ++i) CHECK(planner.failed(1, Fault::passing).elsewhere);
+        for (int i = 0; i < 3; ++i) CHECK(planner.failed(1, Fault::passing, 0).elsewhere);
         waits(std::chrono::seconds(seconds));
     }
     planner.let_in(1);
@@ -226,31 +255,364 @@ TEST_CASE("A server that only fails swallows nothing and is left out") {
 
 TEST_CASE("What a server that has answered fails is the item's, but for key, quota and model") {
     World world(2);
-    auto& planner = world.planner;
-    for (int i = 0; i < 20; ++i) {
-        const auto verdict = planner.failed(0, Fault::item);
-        CHECK_FALSE((verdict.elsewhere || verdict.out));
-    }
+    auto& planner = world.known().planner;
     for (int i = 0; i < 20; ++i) { // some fail, some do not
-        CHECK_FALSE(planner.failed(0, Fault::passing).elsewhere);
+        CHECK_FALSE(planner.failed(0, Fault::passing, 0).elsewhere);
         if (i % 5 == 0) planner.alive(0);
     }
     planner.alive(0);
-    CHECK(planner.failed(0, Fault::server).elsewhere);
-    CHECK_FALSE(planner.failed(0, Fault::server).out);
-    CHECK(planner.failed(0, Fault::server).out);
+    CHECK(planner.failed(0, Fault::lasting, 0).elsewhere);
+    CHECK_FALSE(planner.failed(0, Fault::lasting, 0).out);
+    CHECK(planner.failed(0, Fault::lasting, 0).out);
     CHECK_FALSE(planner.up(0));
-    const auto late = planner.failed(0, Fault::server); // what was on its way there
+    const auto late = planner.failed(0, Fault::lasting, 0); // what was on its way there
     CHECK((late.elsewhere && !late.out));
     // The last one that is in stays, and its failures count.
+    world.add(1, 0);
     for (int i = 0; i < 20; ++i) {
-        const auto verdict = planner.failed(1, Fault::server);
+        const auto verdict = planner.failed(1, Fault::lasting, 0);
         CHECK_FALSE((verdict.elsewhere || verdict.out));
+        CHECK_FALSE(planner.refused(1, 1).elsewhere);
     }
     CHECK(planner.up(1));
 
     World steady(2);
-    for (int i = 1; i <= 8; ++i) CHECK(steady.planner.failed(0, Fault::passing).out == (i == 8));
+    auto& other = steady.known().planner;
+    for (int i = 1; i <= 8; ++i) CHECK(other.failed(0, Fault::passing, 0).out == (i == 8));
+}
+
+TEST_CASE("What one server refuses another is asked; refused by two it has failed, at one request "
+          "more") {
+    World world(3);
+    world.known();
+    for (RequestId id = 1; id <= 30; ++id) world.add(id, int(id % 3));
+    // Ten that nobody takes: 3, 6, ... And one that only the first refuses: 10.
+    std::map<RequestId, std::vector<unsigned>> refused;
+    std::set<RequestId> failed;
+    while (const auto pick = world.next()) {
+        const auto id = pick->id;
+        if (id % 3 != 0 && !(id == 10 && refused[10].empty())) {
+            world.end(id);
+            continue;
+        }
+        CHECK_FALSE(failed.contains(id));
+        refused[id].push_back(pick->server);
+        if (world.planner.refused(pick->server, id).elsewhere) {
+            world.again(id);
+        } else {
+            world.end(id, Step::failed);
+            failed.insert(id);
+        }
+    }
+    CHECK(failed == std::set<RequestId>{3, 6, 9, 12, 15, 18, 21, 24, 27, 30});
+    for (const auto& [id, servers] : refused) {
+        CHECK(servers.size() <= 2);
+        CHECK(std::set(servers.begin(), servers.end()).size() == servers.size());
+    }
+    CHECK(refused[10].size() == 1);
+    for (unsigned i = 0; i < 3; ++i) {
+        CHECK(world.planner.up(i));
+        CHECK(world.planner.count(i).refused == (i == refused[10].front()));
+    }
+}
+
+namespace {
+
+// A suite on servers of which some refuse some. Returns how often they were asked.
+int run(World& world, RequestId count, const std::function<bool(unsigned, RequestId)>& refuses,
+        std::set<RequestId>& failed) {
+    for (RequestId id = 1; id <= count; ++id) world.add(id, int(id * 5 / (count + 1)));
+    std::size_t ended = 0;
+    int asked = 0;
+    while (ended < count) {
+        while (world.next()) ++asked;
+        REQUIRE_FALSE(world.running.empty());
+        // Refusals come at once, answers only when there is nothing else.
+        auto it = std::find_if(world.running.begin(), world.running.end(),
+                               [&](const auto& run) { return refuses(run.second, run.first); });
+        if (it == world.running.end()) {
+            world.end(world.running.begin()->first);
+            ++ended;
+            continue;
+        }
+        const auto [id, server] = *it;
+        if (world.planner.refused(server, id).elsewhere) {
+            world.again(id);
+        } else {
+            world.end(id, Step::failed);
+            REQUIRE(failed.insert(id).second);
+            ++ended;
+        }
+    }
+    return asked;
+}
+
+} // namespace
+
+TEST_CASE("A server that refuses what others answer is left out, and costs no item") {
+    for (const bool answered : {false, true})
+        for (const unsigned bad : {0u, 1u, 2u}) {
+            World world(3);
+            if (answered) world.known();
+            std::set<RequestId> failed;
+            const int asked = run(
+                world, 300, [&](unsigned server, RequestId) { return server == bad; }, failed);
+            CHECK(failed.empty());
+            CHECK_FALSE(world.planner.up(bad));
+            CHECK((world.planner.up((bad + 1) % 3) && world.planner.up((bad + 2) % 3)));
+            CHECK(asked <= 300 + 20); // some were on their way
+        }
+}
+
+TEST_CASE("Where everything is refused by everybody all of it fails, each at two servers at most") {
+    for (const bool answered : {false, true}) {
+        World world(2);
+        if (answered) world.known();
+        std::set<RequestId> failed;
+        const int asked = run(
+            world, 40, [](unsigned, RequestId) { return true; }, failed);
+        CHECK(failed.size() == 40);
+        CHECK(asked <= 80);
+        CHECK((world.planner.up(0) || world.planner.up(1)));
+    }
+}
+
+TEST_CASE("Of many bad items only some are shown to another server, once those agree") {
+    // In a row, and one here and there.
+    for (const bool row : {false, true}) {
+        World world(2);
+        world.known();
+        std::set<RequestId> failed;
+        const auto bad = [&](RequestId id) { return row ? id <= 400 : id % 3 == 0; };
+        const int asked = run(
+            world, 1200, [&](unsigned, RequestId id) { return bad(id); }, failed);
+        CHECK(failed.size() == 400);
+        for (const auto id : failed) CHECK(bad(id));
+        CHECK(asked <= 1200 + 300);
+        CHECK((world.planner.up(0) && world.planner.up(1)));
+    }
+}
+
+TEST_CASE("A server that is trusted in what it refuses, and turns bad, is found out soon") {
+    World world(2);
+    world.known();
+    std::set<RequestId> failed;
+    bool sick = false;
+    int refusals = 0;
+    run(
+        world, 1000,
+        [&](unsigned server, RequestId id) {
+            const bool bad = id % 5 == 0;
+            sick |= bad && ++refusals > 200; // asked of those that run: more often than it happens
+            return bad || (sick && server == 0);
+        },
+        failed);
+    const auto lost =
+        std::count_if(failed.begin(), failed.end(), [](RequestId id) { return id % 5 != 0; });
+    CHECK(lost <= 3);
+    CHECK(sick);
+    CHECK_FALSE(world.planner.up(0));
+}
+
+TEST_CASE("A server that was wrong in what it refused is no judge when it is alone") {
+    World world(2, 1);
+    world.planner.let_in(0);
+    for (RequestId id = 1; id <= 20; ++id) world.add(id, 0);
+    for (int wrong = 0; wrong < 3;) {
+        const auto pick = world.next();
+        REQUIRE(pick);
+        if (pick->server == 1) {
+            world.end(pick->id);
+            wrong += world.planner.count(0).refused > unsigned(wrong);
+        } else {
+            CHECK(world.planner.refused(0, pick->id).elsewhere);
+            world.again(pick->id);
+        }
+    }
+    world.planner.leave_out(1);
+    world.planner.let_in(0);
+    const auto pick = world.next();
+    REQUIRE((pick && pick->server == 0));
+    const auto verdict = world.planner.refused(0, pick->id);
+    CHECK((verdict.elsewhere && verdict.out));
+    CHECK_FALSE(world.planner.up(0));
+    world.again(pick->id);
+    // The other one has come back.
+    world.planner.let_in(1);
+    CHECK(world.server_of(pick->id) == 1);
+}
+
+TEST_CASE("What a server refuses it does not steal back") {
+    World world(2, 1);
+    world.known();
+    for (RequestId id = 1; id <= 2; ++id) world.add(id, 0);
+    const auto a = world.next(), b = world.next();
+    REQUIRE((a && b && a->server != b->server));
+    CHECK(world.planner.refused(a->server, a->id).elsewhere);
+    world.again(a->id);
+    CHECK_FALSE(world.next()); // it waits for the one that runs on the other
+    world.end(b->id);
+    const auto then = world.next();
+    REQUIRE(then);
+    CHECK(then->id == a->id);
+    CHECK(then->server == b->server);
+}
+
+TEST_CASE("A conversation leaves a server that refuses it, or fails it twice, as a whole") {
+    for (const bool refuses : {true, false}) {
+        World world(2, 1);
+        world.known();
+        for (RequestId id = 1; id <= 6; ++id) world.add(id, 0, "talk", int(id));
+        const auto first = world.server_of(1);
+        world.end(1);
+        CHECK(world.server_of(2) == first);
+        if (refuses) {
+            CHECK(world.planner.refused(first, 2).elsewhere);
+        } else {
+            CHECK_FALSE(world.planner.failed(first, Fault::passing, 2).elsewhere);
+            world.again(2);
+            CHECK(world.server_of(2) == first); // its cache is there
+            world.planner.failed(first, Fault::passing, 2);
+        }
+        world.again(2);
+        for (RequestId id = 2; id <= 6; ++id) {
+            CHECK(world.server_of(id) == 1 - first);
+            world.end(id);
+        }
+    }
+}
+
+TEST_CASE("A conversation does not wait for ever for a server that turns all away") {
+    World world(2, 2);
+    world.known();
+    for (RequestId id = 1; id <= 20; ++id)
+        world.add(id, 0, std::string(1, char('p' + id % 4)), int(id));
+    for (int i = 0; i < 4; ++i) {
+        const auto pick = world.next();
+        REQUIRE(pick);
+        world.end(pick->id);
+    }
+    // From now on the first one is busy.
+    std::set<RequestId> done;
+    int turned_away = 0;
+    bool out = false;
+    for (int step = 0; step < 200 && done.size() < 16; ++step) {
+        while (world.next()) {}
+        for (const auto& [id, server] : std::map(world.running)) {
+            if (server == 1) {
+                world.end(id);
+                done.insert(id);
+                continue;
+            }
+            ++turned_away;
+            out |= world.planner.busy(0, world.now);
+            world.again(id);
+        }
+        world.now += std::chrono::seconds(2);
+    }
+    CHECK(out);
+    CHECK(done.size() == 16);
+    CHECK((turned_away > 8 && turned_away < 60));
+    CHECK_FALSE(world.planner.up(0));
+
+    // Not one that answers now and then, nor the last one.
+    World some(2);
+    some.known();
+    for (int i = 0; i < 100; ++i) {
+        some.now += std::chrono::seconds(4);
+        CHECK_FALSE(some.planner.busy(0, some.now));
+        if (i % 7 == 6) some.planner.heard(0, true, some.now);
+    }
+    some.planner.leave_out(1);
+    for (int i = 0; i < 100; ++i)
+        CHECK_FALSE(some.planner.busy(0, some.now += std::chrono::seconds(4)));
+}
+
+TEST_CASE("What runs on a silent server is asked of another, each once") {
+    using std::chrono::seconds;
+    World world(2, 4);
+    world.known();
+    auto& planner = world.planner;
+    for (RequestId id = 1; id <= 40; ++id) world.add(id, int(id % 2));
+    // Somebody looks each second; these show that they are alive.
+    const auto later = [&](int time, std::set<std::size_t> alive) {
+        std::vector<std::size_t> silent;
+        for (int i = 0; i < time && silent.empty(); ++i) {
+            world.now += seconds(1);
+            for (const auto it : alive) planner.heard(it, true, world.now);
+            silent = planner.silent(world.now);
+        }
+        return silent;
+    };
+    while (world.next()) {}
+    REQUIRE(world.running.size() == 8);
+    CHECK(later(10, {}).empty());
+    for (const auto& [id, server] : std::map(world.running))
+        if (server == 0) world.end(id);
+    while (world.next()) {}
+    // Answers take ten seconds: silent is who is so for forty.
+    CHECK(later(29, {0}).empty());
+    CHECK(later(600, {1}) == std::vector<std::size_t>{0}); // it was heard 29 seconds later
+    CHECK(world.now - PrefixPlanner::Point(seconds(1000)) == seconds(10 + 29 + 40));
+    CHECK(later(1000, {0, 1}).empty()); // a long answer that comes bit by bit
+    CHECK(later(30, {0}).empty());
+    world.now += seconds(1000); // we were stopped
+    CHECK(later(30, {0}).empty());
+    REQUIRE(later(100, {0}) == std::vector<std::size_t>{1});
+    planner.leave_out(1);
+    std::set<RequestId> moved;
+    for (const auto& [id, server] : std::map(world.running))
+        if (server == 1) {
+            CHECK(planner.move(id));
+            CHECK_FALSE(planner.move(id));
+            moved.insert(id);
+            world.again(id);
+        }
+    CHECK(moved.size() == 4);
+    std::vector<RequestId> done = world.asked[0];
+    while (done.size() < 40) {
+        while (const auto pick = world.next()) CHECK(pick->server == 0);
+        const auto id = world.running.begin()->first;
+        CHECK(planner.move(id) != moved.contains(id)); // it is moved once
+        world.end(id);
+        done.push_back(id);
+    }
+    CHECK(std::set(done.begin(), done.end()).size() == 40);
+}
+
+TEST_CASE("A server is not silent because of what silenced another, nor where nobody is well") {
+    World world(2, 1);
+    auto& planner = world.known().planner;
+    const auto silent = [&] {
+        std::vector<std::size_t> list;
+        for (int i = 0; i < 500 && list.empty(); ++i)
+            list = planner.silent(world.now += std::chrono::seconds(1));
+        return list;
+    };
+    RequestId id = 0;
+    const auto ask = [&] {
+        world.add(++id, 0);
+        const auto pick = world.next();
+        REQUIRE(pick);
+        return pick->server;
+    };
+    ask();
+    CHECK(silent().empty()); // it is not known how long an answer takes
+    world.end(1);
+    for (int i = 0; i < 128; ++i) {
+        ask();
+        world.end(id);
+    }
+    const auto slow = ask();
+    CHECK(silent() == std::vector<std::size_t>{slow});
+    planner.leave_out(slow);
+    CHECK(planner.move(id));
+    world.again(id);
+    CHECK(world.server_of(id) == 1 - slow);
+    planner.alive(slow);
+    CHECK(silent().empty()); // it is a long one
+    CHECK(ask() == slow);
+    CHECK(silent().empty()); // both
 }
 
 TEST_CASE("An answer that is still on its way lets a server in, but not one of another model") {
@@ -454,6 +816,16 @@ TEST_CASE(
                 continue;
             }
             world.now += std::chrono::milliseconds(random() % 700);
+            for (const auto i : world.planner.silent(world.now)) {
+                ++deaths[i];
+                if (world.planner.up(i)) world.planner.leave_out(i);
+                for (const auto& [id, server] : std::map(world.running))
+                    if (server == i && world.planner.move(id)) {
+                        world.end(id, Step::failed);
+                        add(id);
+                    }
+            }
+            if (world.running.empty()) continue;
             auto it = world.running.begin();
             std::advance(it, long(random() % world.running.size()));
             const auto [id, server] = *it;
@@ -472,10 +844,12 @@ TEST_CASE(
                 add(id);
             } else if (dead[server]) {
                 ++deaths[server];
-                if (server % 2)
-                    world.planner.unreachable(server);
-                else
-                    world.planner.failed(server, Fault(random() % 3));
+                switch (random() % 5) {
+                case 0: world.planner.unreachable(server); break;
+                case 1: world.planner.refused(server, id); break;
+                case 2: world.planner.busy(server, world.now); break;
+                default: world.planner.failed(server, Fault(random() % 2), id);
+                }
                 world.end(id, Step::failed);
                 add(id);
             } else {

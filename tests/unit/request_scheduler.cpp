@@ -588,6 +588,30 @@ TEST_CASE("cancel ends all of it") {
     CHECK_FALSE(later.code);
 }
 
+TEST_CASE("a server that turns everything away for too long ends the run, or what waits") {
+    for (const bool run : {true, false}) {
+        auto options = in_flight(1);
+        options.retry.base = 1h;
+        options.breaker.busy_patience = 0ms;
+        if (run) options.stop = {3, 20};
+        Setup setup(options);
+        auto& a = setup.ask("a");
+        auto& b = setup.ask("b");
+        setup.run();
+        setup.server.end(setup.last(), failure(Errc::rate_limited, 429));
+        setup.run();
+        CHECK(a.completions + b.completions == 2);
+        CHECK(setup.server.calls == 1);
+        CHECK(a.response.detail.find("in the server's words") != std::string::npos);
+        CHECK(b.response.outcome == (run ? Errc::cancelled : Errc::overloaded));
+        CHECK(setup.scheduler.stopped().has_value() == run);
+        if (!run) continue;
+        CHECK(setup.scheduler.stopped()->cause == Errc::overloaded);
+        CHECK(setup.scheduler.stopped()->why ==
+              "the server turns everything away: in the server's words");
+    }
+}
+
 TEST_CASE("a request that hangs ends at its deadline, with timed_out") {
     Setup setup(in_flight(1));
     auto request = chat("Hi");

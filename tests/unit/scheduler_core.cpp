@@ -864,6 +864,71 @@ TEST_CASE("a server that still sends text is only short of connections") {
     CHECK(queue.next(start + 1s) == Ids{2});
 }
 
+TEST_CASE("what is not held against a request is asked again at once, and costs it nothing") {
+    auto options = in_flight(1);
+    options.retry.attempts = 1;
+    Queue queue(options);
+    queue.submit(1);
+    for (int i = 0; i < 20; ++i) {
+        REQUIRE(queue.next() == Ids{1});
+        auto response = failed(Errc::rejected, evalrt::Stage::answered);
+        response.elsewhere = true;
+        CHECK_FALSE(queue.fail(1, response));
+    }
+    CHECK(queue.core.attempts(1) == 0);
+    CHECK(queue.core.retry_budget() == options.retry.budget);
+    REQUIRE(queue.next() == Ids{1});
+    auto seen = failed(Errc::rejected, evalrt::Stage::text); // the caller cannot take it back
+    seen.elsewhere = true;
+    CHECK(queue.core.ended(1, seen, true, start));
+}
+
+TEST_CASE("a run does not wait for ever for a server that turns everything away") {
+    for (const auto wait : {0s, 60s, 120s}) {
+        Queue queue(in_flight(4));
+        queue.submit(1, 200);
+        Point now = start;
+        Point answered = start;
+        std::size_t ended = 0;
+        int asked = 0;
+        while (!queue.core.turned_away(now)) {
+            const auto sent = queue.next(now);
+            for (const auto id : sent) {
+                if (++asked <= 20) {
+                    ended += queue.answer(id, answered = now);
+                    continue;
+                }
+                auto response = failed(asked % 2 ? Errc::overloaded : Errc::rate_limited);
+                if (wait > 0s) response.retry_after = wait;
+                ended += queue.fail(id, response, now);
+            }
+            if (!sent.empty()) continue;
+            REQUIRE(queue.core.wake(now) > now);
+            REQUIRE(queue.core.wake(now) != never);
+            now = queue.core.wake(now);
+            REQUIRE(now < start + 1h);
+        }
+        CHECK(now >= answered + 5min);
+        CHECK(now <= answered + 5min + 2 * 121s);
+        CHECK(ended < 200);
+        CHECK_FALSE(queue.core.turned_away(now)); // said once
+    }
+    // Not while something is answered now and then, nor while something runs.
+    Queue queue(in_flight(1));
+    queue.submit(1, 30);
+    Point now = start;
+    for (int i = 0; i < 150 && queue.core.waiting() > 0; ++i) {
+        auto sent = queue.next(now);
+        while (sent.empty()) sent = queue.next(now = queue.core.wake(now));
+        CHECK_FALSE(queue.core.turned_away(now + 1h));
+        if (i % 8 == 0)
+            queue.answer(sent.front(), now);
+        else
+            queue.fail(sent.front(), asked_to_wait(Errc::overloaded, 30s), now);
+        CHECK_FALSE(queue.core.turned_away(now));
+    }
+}
+
 TEST_CASE("an overloaded server gets fewer, and then one more a round") {
     Queue queue(in_flight(8));
     queue.submit(1, 60);

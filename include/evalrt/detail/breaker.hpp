@@ -14,6 +14,8 @@ struct BreakerOptions {
     unsigned failures = 5; ///< connections in a row that came to nothing; 0: never opens
     std::chrono::milliseconds first_pause{500}, longest_pause{8000};
     std::chrono::milliseconds patience{std::chrono::minutes(1)}; ///< then the server counts as gone
+    /// Nothing but refusals for its load: that long, as it may take to start.
+    std::chrono::milliseconds busy_patience{std::chrono::minutes(5)};
 };
 
 struct StopOptions {

@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <tuple>
 #include <unordered_set>
 
 namespace evalrt::detail {
@@ -18,9 +19,12 @@ namespace evalrt::detail {
 ///
 /// A server is out (nothing is sent to it; somebody looks at it when it is due(), and lets it in),
 /// in but not proven (it has answered nothing since: one request at a time), or proven. One goes
-/// out that cannot be reached twice in a row, or only fails while another is in; its run goes to
-/// the others. While all are out they are named as if they were in, and who sends refuses: so it is
-/// found out that no server is there.
+/// out that cannot be reached twice in a row, or only fails, only turns away or shows no sign of
+/// life while another is in; its run goes to the others. While all are out they are named as if
+/// they were in, and who sends refuses: so it is found out that no server is there.
+///
+/// What one server refuses (its body, its length) another one is asked, too: it may be the server.
+/// Once others have agreed often enough, only some of what it refuses.
 class ReplicaPlanner final : public PrefixPlanner {
 public:
     using Make = std::function<std::unique_ptr<PrefixPlanner>()>;
@@ -29,11 +33,15 @@ public:
         Make make{};                   ///< a server's; none: a RadixPlanner with these options
         /// From going out to being looked at; doubled each time that it goes out unproven.
         std::chrono::milliseconds pause{5000}, longest_pause{60000};
-        std::size_t remembered = 4096; ///< conversations of which nothing waits or runs
+        std::size_t remembered = 4096;         ///< conversations of which nothing waits or runs
+        std::chrono::milliseconds busy{30000}; ///< of turning all away, until one goes out
+        /// Without a sign of life, at least; and four times what the longest answer took.
+        std::chrono::milliseconds silence{60000};
     };
     struct Count {
         std::uint64_t sent = 0,
-                      stolen = 0; ///< stolen: taken over from others, and not yet given on
+                      stolen = 0;  ///< taken over from others, and not yet given on
+        std::uint64_t refused = 0; ///< that others have answered
     };
 
     ReplicaPlanner(std::size_t servers, Options options)
@@ -62,6 +70,8 @@ public:
         wake_ = Point::max();
         holds_ = {};
         if (waiting_ == 0) return {};
+        const bool any_free = std::any_of(servers_.begin(), servers_.end(),
+                                          [](const Server& it) { return !it.out && !held(it); });
         std::vector<std::size_t> order; // those with the fewest running first
         for (std::size_t i = 0; i < servers_.size(); ++i) order.push_back(i);
         std::stable_sort(order.begin(), order.end(), [this](std::size_t a, std::size_t b) {
@@ -69,11 +79,11 @@ public:
         });
         for (const auto i : order) {
             auto& server = servers_[i];
-            if (!server.open) continue;
+            if (!server.open || (any_free && held(server))) continue;
             if (server.out ? any_up() : !server.proven && server.running > 0) continue;
             if (own(server) == 0) steal(i, server.proven);
             feed(server);
-            if (auto pick = server.planner->next(now)) return send(*pick, i);
+            if (auto pick = server.planner->next(now)) return send(*pick, i, now);
             wake_ = std::min(wake_, server.planner->wake());
             if (holds_.empty()) holds_ = server.planner->holds();
         }
@@ -83,12 +93,31 @@ public:
     void progressed(RequestId id, Stage stage, Point now) override {
         const auto it = items_.find(id);
         if (it == items_.end() || it->second.place != Place::running) return;
-        auto& server = servers_[it->second.server];
+        auto& item = it->second;
+        auto& server = servers_[item.server];
         server.planner->progressed(id, stage, now);
+        if (stage != Stage::failed) {
+            server.heard = std::max(server.heard, now);
+            // Those that have refused it were wrong.
+            each(item.checking & ~bit(item.server), [](Server& of) {
+                of.agreed = 0;
+                of.failed += of.answered;
+                ++of.wrong;
+                ++of.count.refused;
+            });
+            checked(item);
+        }
         if (stage == Stage::first_text) return prove(server);
-        if (stage == Stage::failed) it->second.failed_at |= bit(it->second.server);
+        if (stage == Stage::failed) {
+            item.failed_at |= bit(item.server);
+            if (!(item.checking & bit(item.server))) checked(item); // it has not come to that
+        } else {
+            took_.push_back(now - item.sent);
+            if (took_.size() > 128) took_.pop_front();
+        }
         --server.running;
-        it->second.place = Place::nowhere; // may be added again
+        server.moved -= item.moved;
+        item.place = Place::nowhere; // may be added again
         if (stage == Stage::done) forget(it);
     }
 
@@ -127,8 +156,52 @@ public:
         it.pause = options_.pause;
     }
 
-    /// It has said something that is no answer: that it is busy.
-    void reached(std::size_t server) { servers_[server].broken = 0; }
+    /// A sign of life; `text`: of an answer.
+    void heard(std::size_t server, bool text, Point now) {
+        servers_[server].heard = now;
+        if (text) servers_[server].busy_since = Point{};
+    }
+
+    /// It has turned one away for its load. True: with that it has gone out.
+    bool busy(std::size_t server, Point now) {
+        auto& it = servers_[server];
+        it.broken = 0;
+        if (it.busy_since == Point{}) it.busy_since = now;
+        if (it.out || now - it.busy_since < options_.busy || !another_up(server)) return false;
+        leave_out(server);
+        return true;
+    }
+
+    /// Those with something running that have shown no sign of life for much longer than any
+    /// answer has taken, while another one is well. To be asked every second or so.
+    std::vector<std::size_t> silent(Point now) {
+        std::vector<std::size_t> list;
+        if (now - looked_ > std::chrono::seconds(10)) // it may have been us who stood still
+            for (auto& it : servers_) it.heard = std::max(it.heard, now);
+        looked_ = now;
+        if (took_.size() < few) return list;
+        const auto limit = std::max<Clock::duration>(
+            options_.silence, 4 * *std::max_element(took_.begin(), took_.end()));
+        const auto quiet = [&](const Server& it) {
+            return it.running > 0 && now - it.heard >= limit;
+        };
+        const bool well = std::any_of(servers_.begin(), servers_.end(), [&](const Server& it) {
+            return !it.out && it.answered && !quiet(it);
+        });
+        for (std::size_t i = 0; well && i < servers_.size(); ++i)
+            if (quiet(servers_[i]) && servers_[i].running > servers_[i].moved) list.push_back(i);
+        return list;
+    }
+
+    /// One that runs on a silent server is about to be taken from it. False: it stays, as it was
+    /// moved before, and may be what silences servers.
+    bool move(RequestId id) {
+        const auto it = items_.find(id);
+        if (it == items_.end() || it->second.place != Place::running || it->second.moved)
+            return false;
+        ++servers_[it->second.server].moved;
+        return it->second.moved = true;
+    }
 
     /// A connection to it could not be made, or broke. True: with that it has gone out.
     bool unreachable(std::size_t server) {
@@ -138,37 +211,72 @@ public:
         return true;
     }
 
-    /// What a failure may be the fault of.
+    /// What a failure of a server is.
     enum class Fault {
-        item,    ///< its body, its length; or nobody can tell
-        passing, ///< of the server, now: 5xx, what is no answer
-        server,  ///< of the server, and lasting: the key, the quota, a model that it has not
+        passing, ///< 5xx, what is no answer
+        lasting, ///< the key, the quota, a model that it has not
     };
     struct Verdict {
         bool elsewhere = false; ///< it is not held against the item: another server is asked
         bool out = false;       ///< with that the server has gone out
     };
 
-    /// It has answered with a failure that is not for its load. While it is the only one that is in
-    /// that is as with one server.
-    Verdict failed(std::size_t server, Fault fault) {
+    /// It has answered with a failure that is neither for its load nor the item's. While it is the
+    /// only one that is in that is as with one server.
+    Verdict failed(std::size_t server, Fault fault, RequestId id) {
+        auto& it = servers_[server];
+        const auto item = items_.find(id);
+        if (item != items_.end()) ++item->second.strikes;
+        it.broken = 0;
+        ++it.failed;
+        if (!another_up(server)) return {};
+        const bool elsewhere = !it.answered || fault == Fault::lasting;
+        return {elsewhere, too_often(server, elsewhere ? few : many)};
+    }
+
+    /// It has refused this one: its body, its length.
+    Verdict refused(std::size_t server, RequestId id) {
         auto& it = servers_[server];
         it.broken = 0;
-        if (it.proven && fault == Fault::item) return {};
-        ++it.failed;
-        Verdict verdict;
-        if (!another_up(server)) return verdict;
-        verdict.elsewhere = !it.proven || fault == Fault::server;
-        verdict.out = !it.out && it.failed >= (verdict.elsewhere ? few : many);
-        if (verdict.out) leave_out(server);
-        return verdict;
+        const auto found = items_.find(id);
+        if (found == items_.end() || bit(server) == 0) return {};
+        auto& item = found->second;
+        const auto others = item.refused_at & ~bit(server);
+        item.refused_at |= bit(server);
+        bool known = it.answered; // one of those that refuse it does answer others
+        each(others, [&](const Server& of) { known |= of.answered; });
+        const bool left = item.shown < many && best(item.refused_at) != none;
+        if (others && (known || !left)) {
+            each(item.checking & ~bit(server), [](Server& of) {
+                ++of.agreed;
+                if (!of.answered && of.failed > 0) --of.failed;
+            });
+            it.agreed += it.answered;
+            checked(item);
+            return {};
+        }
+        if (!left) {
+            // Alone as it is, it is no judge.
+            if (others || it.wrong < few) return {};
+            if (it.out) return {true, false};
+            leave_out(server);
+            return {true, true};
+        }
+        if (!others && it.answered && it.agreed >= enough && it.checks == 0 &&
+            ++it.trusted % 4 != 0)
+            return {};
+        ++item.shown;
+        it.checks += !(item.checking & bit(server));
+        item.checking |= bit(server);
+        it.failed += !it.answered; // of one that answers, what others take counts
+        return {true, too_often(server, few)};
     }
 
     /// Nothing is sent to it until it is let in.
     void leave_out(std::size_t server) {
         auto& it = servers_[server];
         it.out = true;
-        it.since = Point{};
+        it.since = it.busy_since = Point{};
         it.look_after = it.pause;
         it.pause = std::min(2 * it.pause, options_.longest_pause);
         it.planner->cache_lost();
@@ -180,7 +288,9 @@ public:
 
     /// It was looked at, and is well. It proves itself with its first answer.
     void let_in(std::size_t server) {
-        servers_[server].proven = servers_[server].barred = false;
+        auto& it = servers_[server];
+        it.proven = it.answered = it.barred = false;
+        it.agreed = 0;
         enter(server);
     }
 
@@ -207,6 +317,7 @@ public:
 private:
     static constexpr unsigned too_many = 2;      // broken connections
     static constexpr unsigned few = 3, many = 8; // failures with no answer between
+    static constexpr unsigned enough = 8;        // times that others agreed on what it refuses
     static constexpr std::size_t window = 512;   // in a server's planner at once
     static constexpr std::size_t none = ~std::size_t(0);
 
@@ -222,8 +333,13 @@ private:
         Session* session = nullptr;
         std::size_t server = 0;
         Place place = Place::nowhere;
-        bool planned = false;        // it has been in an order: a failed one goes where it was
-        std::uint64_t failed_at = 0; // a bit a server
+        bool planned = false; // it has been in an order: a failed one goes where it was
+        bool moved = false;   // from a silent server
+        std::uint64_t failed_at = 0, refused_at = 0; // a bit a server
+        std::uint64_t checking = 0;                  // what these refused is being asked elsewhere
+        unsigned shown = 0;                          // times that another one was asked so
+        unsigned strikes = 0;                        // failures of its server, since it is there
+        Point sent{};
         std::uint64_t cost = 1;
     };
     using Items = std::unordered_map<RequestId, Item>;
@@ -233,13 +349,26 @@ private:
         std::deque<RequestId> fed;   // in it, in the order of the plan; some may have gone
         std::size_t waiting = 0;     // in the planner
         unsigned running = 0, broken = 0, failed = 0;
+        unsigned moved = 0;   // of those that run
+        unsigned checks = 0;  // what it refused, and others are asked now
+        unsigned agreed = 0;  // others on what it refused, and never answered it
+        unsigned trusted = 0; // refusals that were taken at its word
+        unsigned wrong = 0;   // others answered what it refused, since its last answer
         bool open = true, out = false, proven = true, barred = false;
+        bool answered = false; // since it is in
         std::chrono::milliseconds pause{}, look_after{};
-        Point since{}; // of the last look while it is out
+        Point since{};      // of the last look while it is out
+        Point heard{};      // its last sign of life; with nothing running it needs none
+        Point busy_since{}; // it turns all away
         Count count;
     };
 
     static std::size_t own(const Server& it) { return it.queue.size() + it.waiting; }
+
+    // What others say to what it has refused is waited for, where there are others that go on.
+    static bool held(const Server& it) {
+        return it.answered && it.checks >= (it.agreed < enough ? many : 1);
+    }
 
     bool any_up() const {
         return std::any_of(servers_.begin(), servers_.end(),
@@ -252,8 +381,29 @@ private:
     }
 
     static void prove(Server& it) {
-        it.proven = true;
-        it.failed = it.broken = 0;
+        it.proven = it.answered = true;
+        it.failed = it.broken = it.wrong = 0;
+        it.busy_since = Point{};
+    }
+
+    // True: with that it has gone out.
+    bool too_often(std::size_t server, unsigned most) {
+        if (up(server) && servers_[server].failed >= most) {
+            leave_out(server);
+            return true;
+        }
+        return false;
+    }
+
+    template <class F>
+    void each(std::uint64_t bits, F visit) {
+        for (std::size_t i = 0; i < servers_.size(); ++i)
+            if (bits & bit(i)) visit(servers_[i]);
+    }
+
+    // Nobody waits any more for what others say to it.
+    void checked(Item& item) {
+        each(std::exchange(item.checking, 0), [](Server& of) { --of.checks; });
     }
 
     void enter(std::size_t server) {
@@ -268,22 +418,52 @@ private:
         return server < 64 ? std::uint64_t(1) << server : 0;
     }
 
-    // For one that has failed: where it has not yet, with the least to do; none: nowhere else. A
-    // conversation stays.
-    std::size_t elsewhere(const Item& item) const {
-        if (item.failed_at == 0 || item.session) return none;
+    // Of those that are in, without these: the one with the least to do.
+    std::size_t best(std::uint64_t without) const {
         const auto load = [this](std::size_t i) {
             const auto& it = servers_[i];
-            return std::pair(!it.proven, own(it) + it.running);
+            return std::tuple(!it.proven, !it.answered, own(it) + it.running);
         };
-        std::size_t best = none;
+        std::size_t found = none;
         for (std::size_t i = 0; i < servers_.size(); ++i)
-            if (up(i) && !(item.failed_at & bit(i)) && (best == none || load(i) < load(best)))
-                best = i;
-        return best;
+            if (up(i) && !(without & bit(i)) && (found == none || load(i) < load(found))) found = i;
+        return found;
+    }
+
+    // For one that has failed: where it has not yet; none: nowhere else. A conversation stays but
+    // for what is no fault of the load.
+    std::size_t elsewhere(const Item& item) const {
+        if (item.session && !(item.refused_at & bit(item.server)) && item.strikes < 2) return none;
+        if ((item.failed_at | item.refused_at) == 0) return none;
+        const auto fresh = best(item.failed_at | item.refused_at);
+        return fresh != none ? fresh : best(item.refused_at | bit(item.server));
+    }
+
+    // All that waits of a conversation goes there.
+    void relocate(Session& session, std::size_t to) {
+        if (session.server != none && session.server != to) {
+            auto& from = servers_[session.server];
+            std::vector<RequestId> ids;
+            const auto goes = [&](RequestId id) {
+                const auto found = items_.find(id);
+                if (found == items_.end() || found->second.session != &session) return false;
+                if (found->second.place == Place::fed) {
+                    from.planner->remove(id);
+                    --from.waiting;
+                }
+                ids.push_back(id);
+                return true;
+            };
+            std::erase_if(from.fed, goes);
+            std::erase_if(from.queue, goes);
+            for (const auto id : ids) queue(id, to);
+        }
+        session.server = to;
+        session.begun = true; // there it stays
     }
 
     void forget(Items::iterator it) {
+        checked(it->second);
         Session* session = it->second.session;
         std::string name = session ? it->second.prompt.session : std::string();
         items_.erase(it);
@@ -305,11 +485,17 @@ private:
         if (fresh_.empty()) return;
         std::vector<RequestId> ids;
         std::vector<std::pair<std::size_t, RequestId>> known;
+        for (const auto id : fresh_) {
+            const auto found = items_.find(id);
+            if (found == items_.end() || !found->second.session) continue;
+            if (const auto other = elsewhere(found->second); other != none)
+                relocate(*found->second.session, other);
+        }
         for (const auto id : std::exchange(fresh_, {})) {
             const auto found = items_.find(id);
             if (found == items_.end()) continue; // removed
             const auto& item = found->second;
-            const auto other = elsewhere(item);
+            const auto other = item.session ? none : elsewhere(item);
             const auto server = other != none  ? other
                                 : item.session ? item.session->server
                                 : item.planned ? item.server
@@ -321,7 +507,7 @@ private:
         }
         for (auto it = known.rbegin(); it != known.rend(); ++it) {
             auto& item = items_.at(it->second);
-            item.server = it->first;
+            if (std::exchange(item.server, it->first) != it->first) item.strikes = 0;
             item.place = Place::queued;
             servers_[it->first].queue.push_front(it->second);
         }
@@ -359,7 +545,7 @@ private:
 
     void queue(RequestId id, std::size_t to) {
         auto& item = items_.at(id);
-        item.server = to;
+        if (std::exchange(item.server, to) != to) item.strikes = 0;
         item.place = Place::queued;
         if (item.session && item.session->server != to) {
             item.session->server = to;
@@ -389,12 +575,14 @@ private:
     }
 
     // The last ones of its run, in their order: `count` of them, or a few more, as conversations
-    // are whole. Of those that have begun there none, but with `all`.
-    std::vector<RequestId> last_of(Server& server, std::size_t count, bool all) {
+    // are whole. Of those that have begun there none, but with `all`; nor what `thief` has refused.
+    std::vector<RequestId> last_of(Server& server, std::size_t count, bool all,
+                                   std::size_t thief = none) {
         std::vector<RequestId> ids;
         std::unordered_set<const Session*> taken;
         const auto wanted = [&](const Item& item) {
             const auto* session = item.session;
+            if (thief != none && (item.refused_at & bit(thief))) return false;
             if (all || !session) return all || ids.size() < count;
             if (session->begun) return false;
             if (!taken.contains(session) && ids.size() >= count) return false;
@@ -428,7 +616,7 @@ private:
         for (std::size_t i = 0; i < servers_.size(); ++i) {
             // Its last one it will send itself.
             const auto& it = servers_[i];
-            const bool takes = it.open && (it.proven || it.running == 0);
+            const bool takes = it.open && !held(it) && (it.proven || it.running == 0);
             const std::size_t least = takes ? 1 : 0;
             if (i != thief && own(servers_[i]) > least) victims.push_back(i);
         }
@@ -436,9 +624,9 @@ private:
             return own(servers_[a]) > own(servers_[b]);
         });
         for (const auto victim : victims) {
-            const auto ids =
-                last_of(servers_[victim],
-                        half ? std::max<std::size_t>(own(servers_[victim]) / 2, 1) : 1, false);
+            const auto ids = last_of(servers_[victim],
+                                     half ? std::max<std::size_t>(own(servers_[victim]) / 2, 1) : 1,
+                                     false, thief);
             for (const auto id : ids) queue(id, thief);
             servers_[thief].count.stolen += ids.size();
             if (!ids.empty()) return;
@@ -480,11 +668,14 @@ private:
         for (const auto id : ids) ++servers_[items_.at(id).server].count.stolen;
     }
 
-    std::optional<Pick> send(Pick pick, std::size_t to) {
+    std::optional<Pick> send(Pick pick, std::size_t to, Point now) {
         auto& server = servers_[to];
         auto& item = items_.at(pick.id);
         item.place = Place::running;
         item.server = to;
+        item.sent = now;
+        if (server.running == 0) server.heard = std::max(server.heard, now);
+        server.moved += item.moved;
         if (item.session) {
             item.session->server = to;
             item.session->begun = true;
@@ -506,6 +697,8 @@ private:
     std::uint64_t ends_ = 0;
     std::vector<RequestId> fresh_; // not planned
     std::size_t waiting_ = 0;
+    std::deque<Clock::duration> took_; // the last answers
+    Point looked_{};                   // when silent() was asked last
     Point wake_ = Point::max();
     std::string_view holds_;
 };

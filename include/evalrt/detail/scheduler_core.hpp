@@ -90,6 +90,7 @@ public:
     void text(RequestId id, Point now) {
         const auto it = items_.find(id);
         if (it == items_.end() || it->second.state != State::running) return;
+        turned_away_ = Point{};
         auto& server = servers_[it->second.server];
         server.limiter.tokens(1, server.running >= server.limiter.limit() && waiting_ > 0, now);
         ++server.pieces;
@@ -121,6 +122,7 @@ public:
         const bool lost = std::exchange(item.lost, false);
         if (!response.outcome) {
             server.breaker.alive();
+            turned_away_ = Point{};
             ++stats_.answered;
             server.refusals = 0;
             if (had_text && server.running + 1 >= several && shows_its_pace(response))
@@ -175,6 +177,17 @@ public:
             }
             settle(id, response);
             return true;
+        }
+        if (response.elsewhere && !delivered) {
+            if (response.stage > Stage::sent) server.breaker.alive();
+            item.state = State::delayed;
+            delayed_.emplace(now, id);
+            return false;
+        }
+        if (remedy(errc, response.status) != Remedy::pause) {
+            if (errc != Errc::unreachable) turned_away_ = Point{}; // it works, or is waited for
+        } else if (turned_away_ == Point{}) {
+            turned_away_ = now;
         }
         const bool refused = errc == Errc::unreachable && response.stage == Stage::none;
         if (errc != Errc::unreachable || response.stage > Stage::sent)
@@ -235,6 +248,16 @@ public:
                                      [now](const Server& it) { return it.breaker.gone(now); });
     }
 
+    /// For longer than the patience for that, all that was asked of any server was turned away for
+    /// its load. Said once: then that time begins anew.
+    bool turned_away(Point now) {
+        if (turned_away_ == Point{} || running_ > 0 || waiting() == 0 ||
+            now - turned_away_ < options_.breaker.busy_patience)
+            return false;
+        turned_away_ = Point{};
+        return true;
+    }
+
     bool ended(RequestId id, Response&& response, bool delivered, Point now) {
         return ended(id, response, delivered, now);
     }
@@ -244,6 +267,9 @@ public:
         const auto it = items_.find(id);
         return it == items_.end() ? 0 : it->second.retry.attempts;
     }
+
+    /// What retries have left of their common budget.
+    unsigned retry_budget() const { return retry_.budget().tokens(); }
 
     enum class Place { unknown, waiting, running };
 
@@ -459,6 +485,7 @@ private:
     }
 
     void settle(RequestId id, const Response& response) {
+        if (response.outcome) planner_.remove(id); // it is not added again
         forget(id);
         judge(response);
     }
@@ -522,6 +549,7 @@ private:
     std::set<std::pair<Point, RequestId>> deadlines_, delayed_;
     std::deque<std::pair<Point, RequestId>> committing_;
     std::deque<RequestId> suspects_; // run one at a time, before all others
+    Point turned_away_{};            // since then, and nothing else has come
     bool down_ = false, alone_ = false;
     std::size_t waiting_ = 0; // in the planner
     unsigned running_ = 0;

@@ -204,7 +204,7 @@ std::string body_of(const evalrt_request& given, std::string_view key, std::stri
 
 std::string with_extra(const evalrt_request& given, std::string_view key, std::string body) {
     if (!given.extra_json) return body;
-    if (const auto error = detail::check_object(given.extra_json))
+    if (const auto error = detail::object_error(given.extra_json))
         refuse("extra_json is {}", *error);
     std::vector<detail::Change> changes;
     for (const auto& it : detail::members(given.extra_json)) {
@@ -216,14 +216,15 @@ std::string with_extra(const evalrt_request& given, std::string_view key, std::s
 
 std::string prompt_body(const evalrt_request& given) {
     auto body = body_of(given, "prompt", detail::json_string(given.prompt));
-    if (detail::check_object(body)) refuse("the prompt is not UTF-8");
+    if (detail::object_error(body)) refuse("the prompt is not UTF-8");
     return with_extra(given, "prompt", std::move(body));
 }
 
 std::string chat_body(const evalrt_request& given) {
     auto body = body_of(given, "messages", given.messages_json);
-    if (const auto error = detail::check_object(body)) refuse("messages_json is {}", *error);
-    const auto list = detail::members(body);
+    std::vector<detail::Member> list;
+    if (const auto error = detail::object_error(body, &list, std::strlen(R"({"messages": )")))
+        refuse("messages_json is {}", *error);
     const std::size_t own = given.max_tokens > 0 ? 3 : 2;
     if (list.size() != own || !list.front().value.starts_with('['))
         refuse("messages_json is not a JSON array");
@@ -234,7 +235,7 @@ std::string whole_body(const evalrt_request& given) {
     if (given.extra_json || given.temperature != 0 || given.max_tokens > 0)
         refuse("extra_json, temperature and max_tokens go with a prompt or messages_json: write "
                "them into body_json");
-    if (const auto error = detail::check_object(given.body_json)) refuse("body_json is {}", *error);
+    if (const auto error = detail::object_error(given.body_json)) refuse("body_json is {}", *error);
     return given.body_json;
 }
 

@@ -320,7 +320,7 @@ private:
 
 std::vector<PrefixEnd> prefix_ends(std::string_view body) {
     std::vector<PrefixEnd> ends;
-    if (check_object(body)) return ends;
+    if (object_error(body)) return ends;
     for (const auto& it : Places(body).list) ends.push_back(it.end);
     return ends;
 }

@@ -20,8 +20,9 @@ unsigned repetitions(const Request& request, const BackendRow& row) {
     const auto& unread = row.ignored;
     if (std::find(unread.begin(), unread.end(), "n") == unread.end()) return 1;
     if (request.body.view().find("\"n\"") == std::string_view::npos) return 1;
-    if (check_object(request.body)) return 1;
-    const auto value = member(members(request.body), "n");
+    std::vector<Member> list;
+    if (object_error(request.body, &list)) return 1;
+    const auto value = member(list, "n");
     const double n = value ? std::strtod(std::string(*value).c_str(), nullptr) : 1;
     return n > 1 && n <= most && n == double(unsigned(n)) ? unsigned(n) : 1;
 }

@@ -640,12 +640,9 @@ Call read_call(const RequestHead& head, const Door& door) {
 Asked read_asked(std::string body) {
     Asked asked;
     thread_local std::vector<Member> list; // its memory serves all requests
-    if (!certain_members(body, list)) {
-        if (auto error = check_object(body)) {
-            asked.error = "the request's body is " + *error;
-            return asked;
-        }
-        members(body, list);
+    if (auto error = object_error(body, &list)) {
+        asked.error = "the request's body is " + *error;
+        return asked;
     }
     std::vector<Change> changes;
     if (const auto stream = member(list, "stream");

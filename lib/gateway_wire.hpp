@@ -66,7 +66,7 @@ bool is_loopback(std::string_view host);
 /// The body of a request to a model. "stream" is the client's affair and goes no further: how the
 /// server is asked is the Backend's.
 struct Asked {
-    std::string error; ///< not empty: it is no JSON object
+    std::string error; ///< not empty: it is no JSON object, and why
     Text body;
     bool stream = false;
     bool usage_chunk = false; ///< stream_options.include_usage

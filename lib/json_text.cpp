@@ -148,12 +148,23 @@ void walk_members(std::string_view object, Take take, std::string_view array = {
     }
 }
 
-// Accepts the JSON that requests are made of. It is never wrong to say no.
-struct Certain {
+// Reads JSON as RFC 8259 has it. Where it stops, `p` is the place and `wrong` the reason.
+struct Reader {
     const char* p;
     const char* end;
+    std::vector<Member>* list = nullptr; // for the members of the outermost object
     unsigned depth = 0;
     bool ascii = true;
+    std::string_view wrong = {};
+
+    bool no(std::string_view why) {
+        wrong = why;
+        return false;
+    }
+    bool cut() { // more has to come
+        p = end;
+        return no("it ends too early");
+    }
 
     void skip_space() {
         while (p != end && space(*p)) ++p;
@@ -187,67 +198,77 @@ struct Certain {
         }
     }
 
+    // What an escape stands for is not looked at: half a surrogate pair is JSON.
     bool string() {
-        if (p == end || *p != '"') return false;
-        ++p;
-        for (;;) {
+        if (p == end) return cut();
+        if (*p != '"') return no("there has to be a string in double quotes");
+        for (++p;;) {
             skip_text();
-            if (p == end) return false;
+            if (p == end) return cut();
             if (*p == '"') return ++p, true;
-            if (*p != '\\' || end - p < 2) return false;
-            if (p[1] == 'u') {
-                if (end - p < 6) return false;
-                for (int i = 2; i < 6; ++i)
-                    if (!std::isxdigit(static_cast<unsigned char>(p[i]))) return false;
-                if (p[2] == 'd' || p[2] == 'D') return false; // it may be half a pair
-                p += 6;
-            } else {
-                if (!std::strchr("\"\\/bfnrt", p[1]) || p[1] == 0) return false;
-                p += 2;
+            if (*p != '\\') return no("a control character in a string");
+            if (end - p < 2) return cut();
+            constexpr std::string_view none = "an escape that JSON does not have";
+            if (p[1] == 0 || !std::strchr("\"\\/bfnrtu", p[1])) return no(none);
+            const int size = p[1] == 'u' ? 6 : 2;
+            for (int i = 2; i < size; ++i) {
+                if (p + i == end) return cut();
+                if (!std::isxdigit(static_cast<unsigned char>(p[i]))) return no(none);
             }
+            p += size;
         }
     }
 
-    std::size_t digits() {
+    bool digits() {
         const char* const begin = p;
         while (p != end && *p >= '0' && *p <= '9') ++p;
-        return std::size_t(p - begin);
+        return p != begin || no("a number that JSON does not have");
     }
 
-    bool number() { // of those that fit everywhere
+    bool number() { // of any size
         if (*p == '-') ++p;
-        const bool zero = p != end && *p == '0';
-        const auto whole = digits();
-        if (whole == 0 || whole > 15 || (zero && whole > 1)) return false;
-        if (p == end || *p != '.') return true;
+        if (p != end && *p == '0')
+            ++p;
+        else if (!digits())
+            return false;
+        if (p != end && *p == '.') {
+            ++p;
+            if (!digits()) return false;
+        }
+        if (p == end || (*p != 'e' && *p != 'E')) return true;
         ++p;
-        const auto rest = digits();
-        return rest > 0 && rest <= 30;
+        if (p != end && (*p == '+' || *p == '-')) ++p;
+        return digits();
     }
 
     bool word(std::string_view text) {
-        if (std::string_view(p, std::size_t(end - p)).substr(0, text.size()) != text) return false;
+        if (!std::string_view(p, std::size_t(end - p)).starts_with(text))
+            return no("a word that JSON does not have");
         p += text.size();
         return true;
     }
 
     bool value() {
-        if (p == end) return false;
+        if (p == end) return cut();
         switch (*p) {
         case '"': return string();
-        case '{': return object(nullptr);
+        case '{': return object();
         case '[': return array();
         case 't': return word("true");
         case 'f': return word("false");
         case 'n': return word("null");
-        default: return (*p == '-' || (*p >= '0' && *p <= '9')) && number();
+        default: break;
         }
+        if (*p == '-' || (*p >= '0' && *p <= '9')) return number();
+        return no(std::isalpha(static_cast<unsigned char>(*p)) ? "a word that JSON does not have"
+                                                               : "there has to be a value");
     }
 
     // To the next item, or past the closing bracket: that ends the loop, `more` being false.
     bool separator(char close, bool& more) {
         skip_space();
-        if (p == end || (*p != ',' && *p != close)) return false;
+        if (p == end) return cut();
+        if (*p != ',' && *p != close) return no("there has to be a comma or a closing bracket");
         more = *p++ == ',';
         if (more) skip_space();
         return true;
@@ -261,20 +282,30 @@ struct Certain {
         return true;
     }
 
-    bool object(std::vector<Member>* list) {
+    bool deeper(const char* bracket) { // as deep as the parsers of answers go
+        if (++depth <= 255) return true;
+        p = bracket;
+        return no("more than 255 levels");
+    }
+
+    bool object() {
+        auto* const members = std::exchange(list, nullptr);
+        const char* const bracket = p;
         if (empty('}')) return true;
-        if (++depth > 64) return false;
+        if (!deeper(bracket)) return false;
         for (bool more = true; more;) {
             const char* const begin = p;
             if (!string()) return false;
             const std::string_view key(begin + 1, std::size_t(p - begin - 2));
             skip_space();
-            if (p == end || *p++ != ':') return false;
+            if (p == end) return cut();
+            if (*p != ':') return no("there has to be a colon");
+            ++p;
             skip_space();
             const char* const from = p;
             if (!value()) return false;
-            if (list)
-                list->push_back(
+            if (members)
+                members->push_back(
                     {key, {from, std::size_t(p - from)}, {begin, std::size_t(p - begin)}});
             if (!separator('}', more)) return false;
         }
@@ -283,8 +314,9 @@ struct Certain {
     }
 
     bool array() {
+        const char* const bracket = p;
         if (empty(']')) return true;
-        if (++depth > 64) return false;
+        if (!deeper(bracket)) return false;
         for (bool more = true; more;)
             if (!value() || !separator(']', more)) return false;
         --depth;
@@ -312,6 +344,18 @@ const char* take_character(const char* p, const char* end, std::string& out) {
     }
     good ? out.append(begin, p) : out.append("\xEF\xBF\xBD");
     return p;
+}
+
+// How many bytes come before the first that is no UTF-8.
+std::size_t valid_utf8(std::string_view text) {
+    const char* p = text.data();
+    const char* const end = p + text.size();
+    for (std::string out; p != end; out.clear()) {
+        const char* const next = take_character(p, end, out);
+        if (out != std::string_view(p, std::size_t(next - p))) break;
+        p = next;
+    }
+    return std::size_t(p - text.data());
 }
 
 const char* take_escape(const char* p, const char* end, std::string& out) {
@@ -388,14 +432,29 @@ std::optional<std::string_view> first_member(std::string_view object, std::strin
     return found;
 }
 
-bool certain_members(std::string_view text, std::vector<Member>& list) {
-    list.clear();
-    list.reserve(16);
-    Certain it{text.data(), text.data() + text.size()};
+std::optional<std::string> object_error(std::string_view text, std::vector<Member>* list,
+                                        std::size_t before) {
+    if (list) {
+        list->clear();
+        list->reserve(16);
+    }
+    Reader it{text.data(), text.data() + text.size(), list};
     it.skip_space();
-    if (it.p == it.end || *it.p != '{' || !it.object(&list)) return false;
-    it.skip_space();
-    return it.p == it.end && (it.ascii || simdjson::validate_utf8(text.data(), text.size()));
+    if (it.p == it.end) return "not JSON (it is empty)";
+    const bool object = *it.p == '{';
+    if (it.value()) {
+        if (!object) return "not a JSON object";
+        it.skip_space();
+        if (it.p != it.end) it.no("something behind its end");
+    }
+    if (!it.ascii && !simdjson::validate_utf8(text.data(), text.size()))
+        if (const char* const at = text.data() + valid_utf8(text); it.wrong.empty() || at < it.p) {
+            it.wrong = "bytes that are no UTF-8";
+            it.p = at;
+        }
+    if (it.wrong.empty()) return {};
+    const auto at = std::size_t(it.p - text.data()) + 1;
+    return fmt::format("not JSON: {}, at byte {}", it.wrong, at - std::min(at - 1, before));
 }
 
 std::vector<std::string_view> elements(std::string_view array) {
@@ -520,7 +579,11 @@ std::string from_json_string(std::string_view text) {
             return std::string(plain);
     }
     boost::system::error_code ec;
-    const auto value = boost::json::parse({text.data(), text.size()}, ec);
+    auto value = boost::json::parse({text.data(), text.size()}, ec);
+    if (ec) { // half a surrogate pair
+        const auto repaired = repaired_json(text);
+        value = boost::json::parse({repaired.data(), repaired.size()}, ec);
+    }
     return !ec && value.is_string() ? std::string(value.get_string()) : std::string();
 }
 

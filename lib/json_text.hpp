@@ -27,9 +27,12 @@ void members(std::string_view object, std::vector<Member>& list, std::string_vie
 /// The value of the first member of that name; nothing: it has none.
 std::optional<std::string_view> first_member(std::string_view object, std::string_view key);
 
-/// The same for text of which nothing is known. False: it is not certain to be a valid object;
-/// what is rare is not looked into, and a parser has to tell.
-bool certain_members(std::string_view text, std::vector<Member>& list);
+/// Text of which nothing is known. Nothing: it is a JSON object, and those are its members. Else
+/// what is wrong with it and where: the first byte behind `before`, which its sender has not
+/// written, is 1. As RFC 8259 has it: half a surrogate pair in an escape and numbers of any size
+/// are JSON, and whether they are understood is for the server to say.
+std::optional<std::string> object_error(std::string_view text, std::vector<Member>* list = nullptr,
+                                        std::size_t before = 0);
 
 std::vector<std::string_view> elements(std::string_view array);
 
@@ -89,7 +92,8 @@ std::string with_changes(std::string_view object, std::span<const Member> list,
 /// A JSON string, quotes included.
 std::string json_string(std::string_view text);
 
-/// A JSON string, quotes included, as plain text; empty where it is something else.
+/// A JSON string, quotes included, as plain text, with U+FFFD for lone surrogates; empty where it
+/// is something else.
 std::string from_json_string(std::string_view text);
 
 /// The text with U+FFFD for what is no UTF-8.

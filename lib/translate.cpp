@@ -285,8 +285,8 @@ private:
             const auto value = given(function, "arguments").value_or("\"\"");
             auto input = is_string(value) ? from_json_string(value) : std::string(value);
             if (blank(input)) input = "{}";
-            if (check_object(input))
-                return refuse(call_where + ".function.arguments", "is not a JSON object");
+            if (const auto error = object_error(input))
+                return refuse(call_where + ".function.arguments", "is " + *error);
             blocks.push_back(Writer()
                                  .add("type", "\"tool_use\"")
                                  .add("id", *given(call, "id"))

@@ -229,7 +229,7 @@ Prepared prepare(const Request& request, const BackendRow& row, const Route& rou
     if (!prepared.error.empty()) return prepared;
     const bool marks = route.wire == Wire::anthropic && row.cache_marks && request.shared_bytes > 0;
     if (!marks && !route.translated) return prepare_openai(request, row, model, override_model);
-    if (auto error = check_object(request.body)) prepared.error = "the request's body is " + *error;
+    if (auto error = object_error(request.body)) prepared.error = "the request's body is " + *error;
     if (!prepared.error.empty()) return prepared;
     Request out = request;
     if (marks)

@@ -139,7 +139,8 @@ std::string with_cache_marks(std::string_view body, std::size_t shared_bytes, st
 /// Nothing: known. Otherwise what is wrong with it.
 std::optional<std::string> check_endpoint(std::string_view endpoint);
 
-/// An error if this is no valid JSON object.
+/// An error if this is no valid JSON object, or one that strict parsers do not take: for what
+/// others are given. What comes from others is judged by object_error().
 std::optional<std::string> check_object(std::string_view text);
 
 /// What a planner needs to know of it; the views point into the request's body, which need not be

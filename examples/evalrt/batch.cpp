@@ -116,15 +116,17 @@ Text shared(const Text& owner, std::string_view view) {
 Item parse(const Text& input, std::string_view line, std::size_t number) {
     Item item;
     item.custom_id = std::to_string(number);
-    if (const auto error = detail::check_object(line)) {
+    std::vector<detail::Member> list;
+    if (const auto error = detail::object_error(line, &list)) {
         item.problem = *error;
         return item;
     }
-    const auto list = members(line);
     const auto body = member(list, "body");
     if (const auto id = member(list, "custom_id")) {
         item.custom_id = from_json_string(*id);
         if (item.custom_id.empty()) item.problem = "\"custom_id\" is empty or no string";
+        if (id->find("\\u") != id->npos && detail::check_object(fmt::format(R"({{"": {}}})", *id)))
+            item.problem = "\"custom_id\" has half a surrogate pair in it";
     }
     if (!body) { // a line that is only a body
         if (member(list, "custom_id") || member(list, "url") || member(list, "method"))

@@ -641,7 +641,8 @@ static void nonsense(void) {
     CHECK_SUBMIT("none of prompt, messages_json and body_json", .max_tokens = 1);
     CHECK_SUBMIT("more than one", .prompt = "p", .messages_json = "[]");
     CHECK_SUBMIT("more than one", .messages_json = "[]", .body_json = "{}");
-    CHECK_SUBMIT("messages_json is not JSON", .messages_json = "[{]");
+    CHECK_SUBMIT("messages_json is not JSON: there has to be a string in double quotes, at byte 3",
+                 .messages_json = "[{]");
     CHECK_SUBMIT("messages_json is not JSON", .messages_json = "");
     CHECK_SUBMIT("not a JSON array", .messages_json = "{\"role\": \"user\"}");
     CHECK_SUBMIT("not a JSON array", .messages_json = "[], \"model\": \"other\"");

@@ -274,7 +274,27 @@ class Program(unittest.TestCase):
     def test_a_line_that_is_not_json_is_named(self):
         lines = [line(f"q{i}", "x") for i in range(20)]
         lines[16] = '{"custom_id": "broken"'
-        self.refused(2, "line 17", "run", self.suite(*lines), "-o", "out", *self.own_server())
+        self.refused(2, "line 17: not JSON: it ends too early, at byte 23", "run", self.suite(*lines), "-o", "out",
+                     *self.own_server())
+
+    def test_json_that_parsers_with_limits_refuse_goes_out_as_it_is(self):
+        odd = {"messages": [{"role": "user", "content": "half \ud83d"}], "mine": [2 ** 70, -2 ** 65]}
+        text = json.dumps(odd)[:-1] + ', "min_p": 1e999}'
+        path = self.suite(text, '{"custom_id": "named", "url": "/v1/chat/completions", "body": %s}' % text)
+        code, _, err = self.run_program("run", path, "-o", "o", *self.own_server())
+        self.assertEqual(code, 0, err)
+        rows = self.rows((self.dir / "o").read_text())
+        self.assertEqual([(row["custom_id"], row["error"]) for row in rows], [("1", None), ("named", None)])
+        for row in self.asked():
+            self.assertEqual({key: row["body"].get(key) for key in odd}, odd)
+            self.assertEqual(row["body"]["min_p"], float("inf"))
+        # A name has to come back as it was.
+        path = self.suite('{"custom_id": "\\ud83d", "body": {"messages": []}}')
+        self.refused(2, "line 1: \"custom_id\" has half a surrogate pair", "run", path, "-o", "out",
+                     *self.own_server())
+        path = self.suite('{"custom_id": "a \\ud83d\\ude00", "body": {"messages": [{"role": "user", "content": "x"}]}}')
+        code, _, err = self.run_program("run", path, "-o", "other", *self.own_server())
+        self.assertEqual((code, self.rows((self.dir / "other").read_text())[0]["custom_id"]), (0, "a \U0001f600"), err)
 
     def test_invalid_lines_can_be_skipped_and_count_as_failed(self):
         path = self.suite(line("a", "x"), "nonsense", line("b", "y"))

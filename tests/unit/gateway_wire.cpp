@@ -363,9 +363,16 @@ TEST_CASE("the body goes on as it came, but for the stream") {
     // Streamed or not, it is the same request.
     CHECK(asked(R"({"a": 1, "stream": false})").body.view() == asked(R"({"a": 1})").body.view());
     // What is not understood is the server's to judge.
-    CHECK(asked(R"({"stream": 1})").body.view() == R"({"stream": 1})");
+    for (const std::string odd :
+         {R"({"stream": 1})", R"({"messages": [{"content": "\ud83d"}], "temperature": 1e999})",
+          R"({"seed": 123456789012345678901234567890, "model": "\ud83d"})"}) {
+        CHECK(asked(odd).error == "");
+        CHECK(asked(odd).body.view() == odd);
+    }
     for (const auto bad : {"", "[]", "\"a\"", "{", "{} {}", "{\"a\": \xff}"})
         CHECK(asked(bad).error != "");
+    CHECK(asked(R"({"temperature": NaN})").error ==
+          "the request's body is not JSON: a word that JSON does not have, at byte 17");
 }
 
 TEST_CASE("a failure has the status of its class, or the server's own") {

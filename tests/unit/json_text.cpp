@@ -5,6 +5,8 @@
 
 #include <boost/json.hpp>
 
+#include <fmt/format.h>
+
 #include <random>
 
 namespace json = boost::json;
@@ -115,12 +117,14 @@ TEST_CASE("a long string is certain up to any byte, and no further than its firs
             CAPTURE(size, at);
             for (const auto good : {"", "\\n", "\\\"", "é"}) {
                 const auto object = text(good, at);
-                REQUIRE(certain_members(object, list));
+                REQUIRE_FALSE(object_error(object, &list));
                 REQUIRE(list.size() == 2);
                 CHECK(list[0].value == std::string_view(object).substr(6, object.size() - 15));
             }
-            for (const auto bad : {"\n", "\x1f", "\xff", "\xc3", "\\x", "\""})
-                CHECK_FALSE(certain_members(text(bad, at), list));
+            for (const auto bad : {"\n", "\x1f", "\xff", "\xc3", "\\x", "\""}) {
+                const auto place = fmt::format("at byte {}", 8 + at + (*bad == '"'));
+                CHECK(object_error(text(bad, at), &list).value_or("").ends_with(place));
+            }
         }
     }
 }
@@ -269,6 +273,8 @@ TEST_CASE("text becomes a JSON string and comes back") {
     CHECK(json::parse(json_string(text)) == json::value(text));
     CHECK(json_string("") == R"("")");
     CHECK(from_json_string(R"("\u00e9\ud83d\ude00")") == "\xC3\xA9\xF0\x9F\x98\x80");
+    CHECK(from_json_string(R"("a\ud83db")") == "a\xEF\xBF\xBD"
+                                               "b");
     CHECK(from_json_string("12").empty());
     CHECK(from_json_string("\"").empty());
     CHECK(from_json_string("").empty());
@@ -362,13 +368,15 @@ TEST_CASE("text that was cut short is closed behind what is whole of it") {
         CHECK(closed_json(cut) == closed);
 }
 
-TEST_CASE("what is taken for a valid object without a parser is one, with the same members") {
+TEST_CASE("what is read as an object is what a parser takes for one, with the same members") {
     Author author{std::mt19937(7)};
     std::vector<Member> found;
     const auto check = [&](const std::string& text) {
-        if (!certain_members(text, found)) return false;
+        const bool strict = !check_object(text), good = !object_error(text, &found);
         CAPTURE(text);
-        CHECK_FALSE(check_object(text));
+        // Half a surrogate pair is the one thing of these that a parser may refuse.
+        REQUIRE((good == strict || (good && text.find("\\ud") != text.npos)));
+        if (!good) return false;
         const auto list = members(text);
         REQUIRE(found.size() == list.size());
         for (std::size_t i = 0; i < list.size(); ++i) {
@@ -392,29 +400,72 @@ TEST_CASE("what is taken for a valid object without a parser is one, with the sa
             harmed += check(text);
         }
     }
-    CHECK(whole > 5'000);
+    CHECK(whole == 20'000);
     CHECK(harmed > 1'000);
 }
 
-TEST_CASE("requests as they are need no parser, and what is unusual does") {
-    std::vector<Member> found;
-    const std::string text(100, 'w');
-    for (const auto& it :
-         {std::string("{}"), std::string(" { } "),
-          R"({"messages":[{"role":"user","content":")" + text +
-              R"(\n\"\u00e9"}],"max_tokens":256})",
-          R"({"a":"\u20ac 5","t":0.75,"m":-1,"s":true,"n":null,"x":[[],{},[1,2]]})" +
-              text.substr(100),
-          "{\"a\":\"\xE2\x82\xAC" + text + "\"}"})
-        CHECK(certain_members(it, found));
-    for (const auto& it :
-         {std::string(), std::string(" "), std::string("[]"), std::string("{\"a\":1"),
-          std::string("{\"a\":1}}"), std::string("{\"a\":1,}"), std::string("{\"a\" 1}"),
-          std::string("{\"a\":01}"), std::string("{\"a\":1.}"), std::string("{\"a\":-}"),
-          std::string("{\"a\":tru}"), std::string("{\"a\":\"\\x\"}"),
-          std::string("{\"a\":\"\\ud800\"}"), "{\"a\":\"" + text + "\n\"}",
-          "{\"a\":\"" + text + "\xff\"}", "{\"a\":" + std::string(300, '[')})
-        CHECK_FALSE(certain_members(it, found));
+TEST_CASE("what is JSON is an object, whatever parsers with limits make of it") {
+    for (const std::string_view value :
+         {R"("\ud83d")", R"("\ude00\ud83d")", R"("\uDBFF x")", "1e999", "-1E+999", "0.1e-999",
+          "18446744073709551616", "-123456789012345678901234567890", "1.0000000000000000000000001",
+          "\"\x7f\"", R"("\u0000")"}) {
+        CAPTURE(value);
+        const auto text = fmt::format(R"({{"a": {}, "b": [{}]}})", value, value);
+        std::vector<Member> list;
+        CHECK_FALSE(object_error(text, &list));
+        REQUIRE(list.size() == 2);
+        CHECK(list[0].value == value);
+    }
+    const auto nested = [](std::size_t levels) {
+        return "{\"a\":" + std::string(levels - 1, '[') + "1" + std::string(levels - 1, ']') + "}";
+    };
+    CHECK_FALSE(object_error(nested(255)));
+    CHECK_FALSE(check_object(nested(255)));
+    CHECK(object_error(nested(256)) == "not JSON: more than 255 levels, at byte 260");
+    CHECK(check_object(nested(256)));
+}
+
+TEST_CASE("what is no object is told with its place") {
+    struct Row {
+        std::string_view text, error;
+    };
+    for (const auto& [text, error] : std::initializer_list<Row>{
+             {"", "not JSON (it is empty)"},
+             {" \n", "not JSON (it is empty)"},
+             {"[]", "not a JSON object"},
+             {"-7", "not a JSON object"},
+             {"\"a\"", "not a JSON object"},
+             {"<html>", "not JSON: there has to be a value, at byte 1"},
+             {"nope", "not JSON: a word that JSON does not have, at byte 1"},
+             {R"({"a": 1)", "not JSON: it ends too early, at byte 8"},
+             {R"({"a": )", "not JSON: it ends too early, at byte 7"},
+             {R"({"a)", "not JSON: it ends too early, at byte 4"},
+             {R"({"a\)", "not JSON: it ends too early, at byte 5"},
+             {R"({"a\u00)", "not JSON: it ends too early, at byte 8"},
+             {R"({"a": NaN})", "not JSON: a word that JSON does not have, at byte 7"},
+             {R"({"a": -Infinity})", "not JSON: a number that JSON does not have, at byte 8"},
+             {R"({"a": tru})", "not JSON: a word that JSON does not have, at byte 7"},
+             {R"({"a": 1.})", "not JSON: a number that JSON does not have, at byte 9"},
+             {R"({"a": 1e+})", "not JSON: a number that JSON does not have, at byte 10"},
+             {R"({"a": 01})", "not JSON: there has to be a comma or a closing bracket, at byte 8"},
+             {R"({"a": +1})", "not JSON: there has to be a value, at byte 7"},
+             {R"({"a": 1,})", "not JSON: there has to be a string in double quotes, at byte 9"},
+             {R"({'a': 1})", "not JSON: there has to be a string in double quotes, at byte 2"},
+             {R"({"a" 1})", "not JSON: there has to be a colon, at byte 6"},
+             {R"({"a": [1 2]})",
+              "not JSON: there has to be a comma or a closing bracket, at byte 10"},
+             {R"({"a": "\x"})", "not JSON: an escape that JSON does not have, at byte 8"},
+             {R"({"a": "\u12g4"})", "not JSON: an escape that JSON does not have, at byte 8"},
+             {"{\"a\": \"x\ty\"}", "not JSON: a control character in a string, at byte 9"},
+             {R"({"a": 1} x)", "not JSON: something behind its end, at byte 10"},
+             {"{\"a\": \"\xC3\xA9 \xff\", b}", "not JSON: bytes that are no UTF-8, at byte 11"},
+             {"{\"a\": b, \"\xff\"}", "not JSON: a word that JSON does not have, at byte 7"},
+             {"\xEF\xBB\xBF{}", "not JSON: there has to be a value, at byte 1"}}) {
+        CAPTURE(text);
+        CHECK(object_error(text) == error);
+    }
+    CHECK(object_error(R"({"messages": [{]})", nullptr, 13) ==
+          "not JSON: there has to be a string in double quotes, at byte 3");
 }
 
 TEST_CASE("a patched text is the changed one, and copies nothing of the original") {

@@ -1276,7 +1276,7 @@ TEST_CASE("log probabilities are asked for in one body") {
 TEST_CASE("a body that is no JSON object cannot be sent, and why is said") {
     for (const std::string body :
          {"", " ", "[]", "null", "{", "{\"a\":1} x", "{\"a\":1}{}", "{\"a\":NaN}",
-          "{\"a\":\"\xff\"}", "{\"a\":\"\\ud800\"}", "{'a':1}"}) {
+          "{\"a\":\"\xff\"}", "{\"a\":\"\\u800\"}", "{'a':1}"}) {
         CAPTURE(body);
         const auto it = prepare_openai(request_of(body), row_of("openai-url"), "m", true);
         CHECK(it.error.find("not ") != std::string::npos);
@@ -1418,10 +1418,13 @@ TEST_CASE("content in parts becomes one string for a server that reads strings o
         R"({"max_tokens":1,"messages":[{"role":"system","content":"s"}, {"role":"user",)"
         R"("content":[{"type":"text","text":"a\n\u00e9"},{"type":"text","text":" b"}],"name":"x"}]})");
     CHECK(sent.body == R"({"max_tokens":1,"messages":[{"role":"system","content":"s"}, )"
-                       R"({"role":"user","content":"a\n)"
-                       "\xC3\xA9"
-                       R"( b","name":"x"}]})");
+                       R"({"role":"user","content":"a\n\u00e9 b","name":"x"}]})");
     CHECK(sent.notes.find("as one string") != std::string::npos);
+    const auto odd = prepare_openai(
+        request_of(R"({"max_tokens":1,"messages":[{"content":[{"text":"a\ud83d"},"b",7,)"
+                   R"({"text":null}]}]})"),
+        row, "", false);
+    CHECK(odd.body.text().view() == R"({"max_tokens":1,"messages":[{"content":"a\ud83db"}]})");
     for (const std::string body :
          {R"({"max_tokens":1,"messages":[{"role":"user","content":"[a]"}]})",
           R"({"max_tokens":1,"messages":[{"role":"assistant","content":null}]})",

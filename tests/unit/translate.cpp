@@ -322,6 +322,17 @@ TEST_CASE("a message that cannot be said there is an error that names its place"
     CHECK(chat_to_messages("{}", most).error == "\"messages\" is missing");
 }
 
+TEST_CASE("half a surrogate pair stays in arguments, which are JSON with it") {
+    const auto body = chat_to_messages(R"({"messages": [{"role": "user", "content": "a\ud83d"},
+        {"role": "assistant", "tool_calls": [{"id": "a", "function":
+            {"name": "f", "arguments": "{\"x\": \"\\ud83d\", \"y\": 1e999}"}}]}], "stop": ["\ude00"]})",
+                                       most);
+    CHECK(body.error == "");
+    CHECK(body.body.find(R"("content": "a\ud83d")") != body.body.npos);
+    CHECK(body.body.find(R"("input": {"x": "\ud83d", "y": 1e999})") != body.body.npos);
+    CHECK(body.body.find(R"("stop_sequences": ["\ude00"])") != body.body.npos);
+}
+
 TEST_CASE("tools and the choice among them") {
     CHECK(more_to_messages(R"("tools": [
         {"type": "function", "function": {"name": "f", "description": "d", "strict": true,

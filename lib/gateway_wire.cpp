@@ -77,6 +77,12 @@ public:
     unsigned count(Name name) const { return count_[std::size_t(name)]; }
     // The first of that name; empty: there is none.
     std::string_view operator[](Name name) const { return value_[std::size_t(name)]; }
+    template <class Good>
+    bool each(Name name, Good good) const {
+        return count(name) == 0 || std::all_of(list_.begin(), list_.end(), [&](const Field& it) {
+                   return !same_nocase(it.name, name_of[std::size_t(name)]) || good(it.value);
+               });
+    }
     // Whether a list of words has this one.
     bool has_word(Name name, std::string_view word) const {
         if (count(name) == 0) return false;
@@ -571,10 +577,14 @@ Call read_call(const RequestHead& head, const Door& door) {
         return refuse(431, fmt::format("the request has more than {} headers", door.field_limit));
     if (auto framing = check_framing(head, fields, door, call); framing.status)
         return refuse(framing.status, std::move(framing.message));
+    for (const auto field : {authorization, x_api_key})
+        if (fields.count(field) > 1)
+            return refuse(400, fmt::format("the request has more than one {} header",
+                                           name_of[std::size_t(field)]));
     if (!door.token.empty()) {
         auto given = fields[authorization];
-        if (given.size() > 7 && same_nocase(given.substr(0, 7), "bearer "))
-            given = trimmed(given.substr(7));
+        const bool scheme = same_nocase(given.substr(0, 7), "bearer ");
+        given = scheme ? trimmed(given.substr(7)) : std::string_view();
         const bool bearer = same_secret(given, door.token);
         const bool key = same_secret(fields[x_api_key], door.token);
         if (!bearer && !key)
@@ -611,12 +621,15 @@ Call read_call(const RequestHead& head, const Door& door) {
     call.post = head.method != "GET" && (head.method != "DELETE" || has_body);
     if (!call.post && has_body) return refuse(400, "a GET has no body");
     if (call.post) {
-        auto type = fields[content_type];
-        type = trimmed(type.substr(0, type.find(';')));
-        if (!same_nocase(type, "application/json"))
+        const auto json = [](std::string_view type) {
+            return same_nocase(trimmed(type.substr(0, type.find(';'))), "application/json");
+        };
+        if (fields.count(content_type) == 0 || !fields.each(content_type, json))
             return refuse(415, "the Content-Type has to be application/json");
-        if (const auto coding = fields[content_encoding];
-            !coding.empty() && !same_nocase(coding, "identity"))
+        const auto plain = [](std::string_view coding) {
+            return coding.empty() || same_nocase(coding, "identity");
+        };
+        if (!fields.each(content_encoding, plain))
             return refuse(415, "a compressed body is not taken");
         if (fields.count(content_length) + fields.count(transfer_encoding) == 0)
             return refuse(411, "the request does not say how long its body is");

@@ -591,6 +591,7 @@ class Gateway(unittest.TestCase):
         self.assertNotIn("0123456789", text)
         for name, value in (("Authorization", "Bearer tok-0123456789"), ("x-api-key", "tok-0123456789")):
             self.assertEqual(self.ask("/v1/models", **{name: value})[0], 200)
+        self.assertEqual(self.ask("/v1/models", Authorization="tok-0123456789")[0], 401)
         code, _, err = self.child("true", options=["--listen", str(port)])
         self.assertEqual(code, 2)
         self.assertIn(f"cannot listen at 127.0.0.1 port {port}", err)

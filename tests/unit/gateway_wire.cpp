@@ -192,10 +192,27 @@ TEST_CASE("a token may come in either wire's header, and is not echoed") {
     CHECK(status(post({{"X-Api-Key", "s3cret"}}), at) == 0);
     CHECK(status(post({{"Authorization", "Bearer other"}, {"x-api-key", "s3cret"}}), at) == 0);
     for (const auto wrong :
-         {"", "Bearer ", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "Bearer"}) {
+         {"", "Bearer ", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "Bearer", "s3cret",
+          "Bearers3cret", "s3cret Bearer", "Bearer Bearer s3cret"}) {
         const auto call = read_call(post({{"Authorization", wrong}}), at);
         CHECK(call.refusal.status == 401);
         CHECK(call.refusal.message.find("cre") == std::string::npos);
+    }
+    for (const auto wrong : {"Bearer s3cret", "bearer s3cret"}) // the other header's words
+        CHECK(status(post({{"x-api-key", wrong}}), at) == 401);
+}
+
+TEST_CASE("a key that is there twice could be read as either") {
+    auto at = door();
+    for (const auto token : {"", "s3cret"}) {
+        at.token = token;
+        for (const auto name : {"Authorization", "x-api-key"}) {
+            const auto call =
+                read_call(post({{name, "Bearer s3cret"}, {name, "Bearer s3cret"}}), at);
+            CHECK(call.refusal.status == 400);
+            CHECK(call.refusal.message.find("more than one") != std::string::npos);
+        }
+        CHECK(status(post({{"Authorization", "Bearer s3cret"}, {"x-api-key", "s3cret"}}), at) == 0);
     }
 }
 
@@ -262,6 +279,13 @@ TEST_CASE("a POST is JSON, as a page of another site cannot send it unasked") {
     CHECK(status(without("Content-Type")) == 415);
     CHECK(status(with("Content-Type", "Application/JSON; charset=utf-8")) == 0);
     CHECK(status(post({{"Content-Encoding", "gzip"}})) == 415);
+    // Said twice, both have to be so.
+    CHECK(status(post({{"content-type", "application/json; charset=utf-8"}})) == 0);
+    CHECK(status(post({{"content-type", "text/plain"}})) == 415);
+    auto head = with("Content-Type", "text/plain");
+    head.fields.push_back({"Content-Type", "application/json"});
+    CHECK(status(head) == 415);
+    CHECK(status(post({{"Content-Encoding", "identity"}, {"Content-Encoding", "gzip"}})) == 415);
 }
 
 TEST_CASE("paths lead to endpoints with and without /v1, and with a query") {

@@ -591,15 +591,16 @@ Call read_call(const RequestHead& head, const Door& door) {
             return refuse(401, "this server wants its token, as a bearer token or as x-api-key");
     }
 
+    // A HEAD is a GET whose answer's body is not sent.
+    const auto method = head.method == "HEAD" ? std::string_view("GET") : head.method;
     auto name = path;
     if (name.starts_with("/v1/")) name.remove_prefix(3);
     const auto* known = std::find_if(std::begin(served), std::end(served),
                                      [&](const Served& it) { return it.path == name; });
     const bool has_body = call.chunked || call.length > 0;
     if (known == std::end(served)) {
-        if (std::find(std::begin(passed_on), std::end(passed_on), head.method) ==
-            std::end(passed_on)) {
-            call.allow = "GET, POST, PUT, PATCH, DELETE";
+        if (std::find(std::begin(passed_on), std::end(passed_on), method) == std::end(passed_on)) {
+            call.allow = "GET, HEAD, POST, PUT, PATCH, DELETE";
             return refuse(405, "this method is not passed on");
         }
         if (climbs(path.substr(0, path.size() - path.ends_with('/'))))
@@ -607,7 +608,7 @@ Call read_call(const RequestHead& head, const Door& door) {
         call.place = Place::plain;
         call.endpoint = path;
     } else {
-        if (head.method != known->method) {
+        if (method != known->method) {
             call.allow = known->method;
             return refuse(405, fmt::format("{} takes {}", known->path, known->method));
         }
@@ -616,9 +617,9 @@ Call read_call(const RequestHead& head, const Door& door) {
     }
     if (call.place == Place::plain) {
         call.endpoint += head.target.substr(path.size());
-        call.method = head.method;
+        call.method = method;
     }
-    call.post = head.method != "GET" && (head.method != "DELETE" || has_body);
+    call.post = method != "GET" && (method != "DELETE" || has_body);
     if (!call.post && has_body) return refuse(400, "a GET has no body");
     if (call.post) {
         const auto json = [](std::string_view type) {

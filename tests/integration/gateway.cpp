@@ -826,6 +826,15 @@ TEST_CASE("health, metrics and models are answered without the backend") {
     REQUIRE(rig.until([&] { return whole(client); }));
     CHECK(status(client) == 404); // nobody is there who could
     CHECK(rig.backend.calls == 0);
+    client.in.clear();
+    auto head = rig.get("/health");
+    client.send(head.replace(0, 3, "HEAD") + rig.get("/metrics"));
+    REQUIRE(
+        rig.until([&] { return client.in.find("evalrt_requests_total 0\n") != client.in.npos; }));
+    CHECK(client.in.starts_with("HTTP/1.1 200 OK\r\n"));
+    const auto end = client.in.find("\r\n\r\n") + 4;
+    CHECK(client.in.find("Content-Length: 16\r\n") < end);
+    CHECK(client.in.substr(end).starts_with("HTTP/1.1 200 OK\r\n"));
 }
 
 TEST_CASE("closing ends connections and requests, and completes when none is left") {

@@ -304,6 +304,15 @@ TEST_CASE("paths lead to endpoints with and without /v1, and with a query") {
     CHECK(read_call(get("/models"), door()).place == Place::models);
     CHECK(read_call(get("/health"), door()).place == Place::health);
     CHECK(read_call(get("/metrics"), door()).place == Place::metrics);
+    auto head = get("/health");
+    head.method = "HEAD"; // as wget --spider and load balancers ask
+    CHECK(read_call(head, door()).refusal.status == 0);
+    CHECK(read_call(head, door()).place == Place::health);
+    CHECK(!read_call(head, door()).post);
+    head.target = "/v1/files/f1";
+    CHECK(read_call(head, door()).method == "GET");
+    head.target = "/v1/chat/completions";
+    CHECK(status(head) == 405);
     const auto wrong = read_call(get("/v1/chat/completions"), door());
     CHECK(wrong.refusal.status == 405);
     CHECK(wrong.allow == "POST");
@@ -330,7 +339,7 @@ TEST_CASE("other paths are the server's, with method, query and body") {
     gone.method = "DELETE";
     CHECK(read_call(gone, door()).refusal.status == 0);
     CHECK(!read_call(gone, door()).post);
-    for (const auto method : {"OPTIONS", "HEAD", "TRACE", "CONNECT", "get", "X"}) {
+    for (const auto method : {"OPTIONS", "TRACE", "CONNECT", "get", "X"}) {
         head.method = method;
         CHECK(status(head) == 405);
     }

@@ -45,6 +45,7 @@ using Task = detail::Job<T>;
 
 constexpr auto token = asio::as_tuple(asio::use_awaitable);
 constexpr std::string_view json_type = "application/json";
+constexpr std::string_view go_on = "HTTP/1.1 100 Continue\r\n\r\n";
 constexpr std::size_t long_conversation = 16 << 10; // bytes: less is soon prefilled again
 
 class Session;
@@ -187,6 +188,7 @@ public:
     // When its time is over; max: never.
     Clock::time_point until() const { return until_; }
     void late() {
+        if (waiting_ && probe_at_ != Clock::time_point::max()) return probe();
         late_ = true;
         if (waiting_)
             wake();
@@ -198,17 +200,46 @@ private:
     const GatewayOptions& options() const { return impl_->options; }
 
     void fill(std::size_t room = 16 << 10) {
-        if (reading_ || gone_ || in_.size() >= options().header_limit + read_ahead) return;
+        if (reading_ || gone_ || said_all_ || in_.size() >= options().header_limit + read_ahead)
+            return;
         reading_ = true;
         socket_.async_read_some(in_.room(room),
                                 [self = shared_from_this()](error_code ec, std::size_t n) {
                                     self->reading_ = false;
                                     self->in_.came(n);
-                                    if (ec) return self->close();
+                                    if (ec) return self->input_ended(ec);
                                     // Its end is to be seen behind whatever it sends.
                                     if (self->asking_) self->fill();
                                     self->wake();
                                 });
+    }
+
+    // An answer is on its way: the client's end is to be seen meanwhile.
+    void watch() {
+        asking_ = true;
+        probe_pause_ = std::chrono::milliseconds(100);
+        if (said_all_)
+            probe();
+        else
+            fill();
+    }
+
+    // The client has gone, or only sends no more, as `nc -N` does. Both look the same until
+    // something is written. An answer may have any number of 100s before it, but not in HTTP/1.0.
+    void input_ended(error_code ec) {
+        const bool may_read = asking_ && !head_.old && !(begun_ && writer_);
+        if (ec != asio::error::eof || !may_read) return close();
+        said_all_ = true;
+        if (!begun_) probe();
+    }
+
+    // Whoever has gone answers the first write with a reset, and the next one fails.
+    void probe() {
+        error_code ec;
+        socket_.write_some(asio::buffer(go_on), ec);
+        if (ec && ec != asio::error::would_block) return close();
+        limit(probe_at_ = Clock::now() + probe_pause_);
+        probe_pause_ *= 2;
     }
 
     struct Event {
@@ -226,7 +257,7 @@ private:
     // False: the time has passed, and nothing has happened.
     Event wait(Clock::time_point until) {
         late_ = false;
-        limit(until);
+        limit(std::min(until, probe_at_));
         return {*this};
     }
     void limit(Clock::time_point until) {
@@ -238,7 +269,7 @@ private:
     Task<bool> more(Clock::time_point until, std::size_t room = 16 << 10) {
         const auto before = in_.size();
         fill(room);
-        while (!gone_ && in_.size() == before)
+        while (!gone_ && !said_all_ && in_.size() == before)
             if (!co_await wait(until) && in_.size() == before) break;
         co_return !gone_ && in_.size() > before;
     }
@@ -246,6 +277,8 @@ private:
     // True: the client has it all, whatever it does then. Nearly always the socket has room for it.
     Task<bool> write(std::string_view head, std::string_view rest = {}) {
         if (gone_) co_return false;
+        begun_ = true;
+        probe_at_ = Clock::time_point::max();
         std::array<asio::const_buffer, 2> out{asio::buffer(head), asio::buffer(rest)};
         error_code ec;
         const auto written = socket_.write_some(out, ec);
@@ -315,6 +348,11 @@ private:
     std::unique_ptr<detail::EventWriter> writer_; // of the stream that is answered
     std::size_t sent_ = 0;                        // of its text
     bool reading_ = false, gone_ = false, head_only_ = false, told_ = false;
+    bool idle_ = false;
+    bool begun_ = false;    // something of the answer is written
+    bool said_all_ = false; // the client sends no more
+    Clock::time_point probe_at_ = Clock::time_point::max();
+    std::chrono::milliseconds probe_pause_{0};
 
     Clock::time_point until_ = Clock::time_point::max();
     bool late_ = false;
@@ -428,7 +466,7 @@ Task<bool> Session::read_head(bool first) {
 Task<bool> Session::read_body(std::string& body) {
     const auto limit = options().body_limit;
     if (call_.expects_continue && in_.size() == 0)
-        if (!co_await write("HTTP/1.1 100 Continue\r\n\r\n")) co_return false;
+        if (!co_await write(go_on)) co_return false;
     if (!call_.chunked) body.reserve(std::min<std::size_t>(call_.length, 1 << 20));
     const auto begun = Clock::now();
     detail::ChunkedBody chunks;
@@ -472,6 +510,8 @@ Task<> Session::serve() {
         call_.keep_alive = false;
         co_return;
     }
+    begun_ = false;
+    writer_.reset();
     asked_at_ = Clock::now();
     if (call_.place == Place::health) {
         co_await answer(200, json_type, R"({"status": "ok"})");
@@ -519,9 +559,8 @@ Task<> Session::ask_server(std::string body) {
                                     if (job->listener) job->listener->wake();
                                     impl->check_closed();
                                 })));
-    asking_ = true;
-    fill();
     job->listener = this;
+    watch();
     while (!job->done && !gone_) co_await wait(Clock::time_point::max());
     job->listener = nullptr;
     asking_ = false;
@@ -554,11 +593,9 @@ Task<> Session::ask_model(std::string body) {
     auto job = impl_->running(call_, asked.body, key);
     if (!job) job = impl_->start(call_, asked, key);
     if (auto* before = std::exchange(job->listener, this)) before->wake();
-    writer_.reset();
     if (job->flow) job->flow->go();
     job->linger.reset();
-    asking_ = true;
-    fill();
+    watch();
     bool delivered = false;
     try {
         if (asked.stream)

@@ -65,6 +65,9 @@ struct GatewayStats {
 /// Gone       a client that closes its connection cancels its request after GatewayOptions::linger.
 ///            The same body that comes meanwhile takes the request over, as does, at any time, the
 ///            same body with the same Idempotency-Key; two requests that run are two otherwise.
+///            One that only ends its sending (a half-close) looks the same until something is
+///            written: before its answer it gets a "100 Continue" at once and at growing intervals,
+///            the second of which fails where nobody reads. HTTP/1.0 has none, and it is gone.
 /// Turns      a request whose messages are those of an earlier one, the assistant's answer and
 ///            more goes on with its conversation; long ones (16 KB) are told to the Backend as a
 ///            session (Request::session), so that it need not begin more of them than its server's

@@ -62,6 +62,7 @@ public:
             bytes.remove_prefix(std::size_t(n));
         }
     }
+    void end_sending() { ::shutdown(fd_, SHUT_WR); }
     void receive() {
         char bytes[65536];
         for (;;) {
@@ -335,30 +336,78 @@ TEST_CASE("a client that goes away cancels its request, at every stage") {
     auto options = unhurried();
     options.linger = 100ms;
     Rig rig(options);
-    for (const auto stage :
-         {"before the first byte", "not streamed", "in the stream", "after more"}) {
+    for (const std::string_view stage : {"before the first byte", "not streamed", "in the stream",
+                                         "after more", "having ended its sending", "HTTP/1.0"}) {
         CAPTURE(stage);
-        const bool streamed = std::string_view(stage) != "not streamed";
+        const bool streamed = stage != "not streamed";
         auto& client = rig.connect();
-        client.send(rig.request(fmt::format(R"({{"stream": {}}})", streamed)));
+        // Python's urllib says so of each.
+        auto request =
+            rig.request(fmt::format(R"({{"stream": {}}})", streamed), "Connection: close\r\n");
+        if (stage == "HTTP/1.0") request.replace(request.find("HTTP/1.1"), 8, "HTTP/1.0");
+        client.send(request);
         const int call = rig.backend.calls, cancelled = rig.backend.cancelled;
         REQUIRE(rig.until([&] { return rig.backend.calls > call; }));
-        if (std::string_view(stage) == "in the stream") {
+        if (stage == "having ended its sending") {
+            client.end_sending();
+            REQUIRE(rig.until([&] { return client.in.size() > 50; }));
+        }
+        if (stage == "in the stream") {
             rig.backend.text(call, "a");
             REQUIRE(rig.until([&] { return !client.in.empty(); }));
         }
-        if (std::string_view(stage) == "after more") {
+        if (stage == "after more") {
             client.send("\r\n");
             rig.settle(50ms);
             client.send("GET /health HTTP/1.1\r\n");
             rig.settle(50ms);
         }
-        client.close();
+        if (stage == "HTTP/1.0")
+            client.end_sending(); // which is all that can be seen of a client that leaves
+        else
+            client.close();
         CHECK(rig.until([&] { return rig.backend.cancelled > cancelled; }));
         CHECK(rig.until([&] { return rig.gateway.stats().connections == 0; }));
     }
     CHECK(rig.until([&] { return rig.gateway.stats().open == 0; }));
-    CHECK(rig.gateway.stats().failed[std::size_t(Errc::cancelled) - 1] == 4);
+    CHECK(rig.gateway.stats().failed[std::size_t(Errc::cancelled) - 1] == 6);
+}
+
+TEST_CASE("a client that only ends its sending gets its answers") {
+    const std::string go_on = "HTTP/1.1 100 Continue\r\n\r\n";
+    auto options = unhurried();
+    options.linger = 1ms;
+    Rig rig(options);
+    for (const std::string_view way : {"whole", "streamed", "at once", "with another behind it"}) {
+        CAPTURE(way);
+        auto& client = rig.connect();
+        const int call = rig.backend.calls;
+        client.send(rig.request(way == "streamed" ? R"({"stream": true})" : "{}"));
+        if (way == "with another behind it") client.send(rig.get("/health"));
+        client.end_sending();
+        REQUIRE(rig.until([&] { return rig.backend.calls > call; }));
+        // Until there is an answer it is asked more than once whether it reads.
+        if (way != "at once")
+            REQUIRE(rig.until([&] { return client.in.size() >= 3 * go_on.size(); }));
+        if (way == "streamed") {
+            rig.backend.text(call, "hel");
+            REQUIRE(rig.until([&] { return client.in.find("hel") != client.in.npos; }));
+            rig.settle(500ms); // and then no more
+            CHECK(rig.backend.cancelled == 0);
+        }
+        rig.backend.end(call, Rig::answer());
+        REQUIRE(rig.until([&] { return client.ended; }));
+        while (client.in.starts_with(go_on)) client.in.erase(0, go_on.size());
+        CHECK(client.in.starts_with("HTTP/1.1 200 OK\r\n"));
+        CHECK(client.in.find("100 Continue") == client.in.npos);
+        if (way == "streamed")
+            CHECK(unchunked(client.in).ends_with("data: [DONE]\n\n"));
+        else
+            CHECK(client.in.find(R"("content": "hello")") != client.in.npos);
+        if (way == "with another behind it")
+            CHECK(client.in.find(R"({"status": "ok"})") != client.in.npos);
+    }
+    CHECK(rig.backend.cancelled == 0);
 }
 
 TEST_CASE("the default leaves a request without its client for less than a second") {

@@ -128,6 +128,7 @@ struct Core : std::enable_shared_from_this<Core> {
 
     Failure open();
     asio::awaitable<void> accept();
+    Session* longest_idle() const;
     std::shared_ptr<Job> start(const Call& call, const Asked& asked, std::uint64_t key);
     std::shared_ptr<Job> running(const Call& call, const Text& body, std::uint64_t key);
     void leave(const std::shared_ptr<Job>& job, bool delivered, bool asks_again);
@@ -187,6 +188,8 @@ public:
 
     // When its time is over; max: never.
     Clock::time_point until() const { return until_; }
+    // Its last request is answered, and nothing of another one is there.
+    bool idle() const { return idle_; }
     void late() {
         if (waiting_ && probe_at_ != Clock::time_point::max()) return probe();
         late_ = true;
@@ -445,7 +448,10 @@ Task<bool> Session::read_head(bool first) {
             begun = true;
             if (!first) until = Clock::now() + limits.header_time;
         }
-        if (!co_await more(until)) {
+        idle_ = !first && !begun;
+        const bool came = co_await more(until);
+        idle_ = false;
+        if (!came) {
             if (!gone_ && begun) co_await turn_away(408, "the headers took too long to come");
             co_return false;
         }
@@ -698,9 +704,11 @@ Failure Core::open() {
 
 asio::awaitable<void> Core::accept() {
     while (!closing) {
-        if (sessions.size() < options.connections) {
+        if (sessions.size() < options.connections || longest_idle()) {
             auto [ec, socket] = co_await acceptor.async_accept(token);
             if (closing) co_return;
+            if (ec || sessions.size() >= options.connections)
+                if (auto* idle = longest_idle()) idle->close();
             if (!ec) {
                 error_code ignored;
                 socket.set_option(Tcp::no_delay(true), ignored);
@@ -716,6 +724,14 @@ asio::awaitable<void> Core::accept() {
         pause.expires_after(std::chrono::milliseconds(50));
         co_await pause.async_wait(token);
     }
+}
+
+// Whose client has been silent longest since its last answer; null: all have something to do.
+Session* Core::longest_idle() const {
+    Session* oldest = nullptr;
+    for (auto* it : sessions)
+        if (it->idle() && (!oldest || it->until() < oldest->until())) oldest = it;
+    return oldest;
 }
 
 // The same request, if it may be shared: its client has gone, or says that it is the same. Two

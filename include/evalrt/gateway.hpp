@@ -25,7 +25,8 @@ struct GatewayOptions {
     std::function<void(const Response&)> on_answer; ///< each request that has ended
     LogSink log;
 
-    unsigned connections = 1024;         ///< more wait to be accepted
+    /// One more takes the place of the one that has been idle longest, or waits to be accepted.
+    unsigned connections = 1024;
     std::size_t header_limit = 64 << 10; ///< bytes, all headers of a request
     std::size_t field_limit = 100;       ///< headers of a request
     std::size_t body_limit = 64 << 20;   ///< bytes, of a request

@@ -804,17 +804,27 @@ TEST_CASE("slow headers, a body that stops and an idle connection end") {
     }
 }
 
-TEST_CASE("connections over the limit wait until another has ended") {
+TEST_CASE("connections over the limit wait until another has ended, or is idle longest") {
     auto options = unhurried();
     options.connections = 2;
     Rig rig(options);
-    for (int i = 0; i < 3; ++i) rig.connect().send(rig.get("/health"));
-    auto& third = rig.clients.back();
-    REQUIRE(rig.until([&] { return whole(rig.clients.front()); }));
+    auto& first = rig.connect();
+    auto& second = rig.connect();
+    for (auto* it : {&first, &second}) it->send(rig.request("{}"));
+    REQUIRE(rig.until([&] { return rig.backend.calls == 2; }));
+    auto& third = rig.connect();
+    third.send(rig.get("/health"));
     rig.settle(100ms);
     CHECK(third.in == "");
-    rig.clients.front().close();
-    CHECK(rig.until([&] { return whole(third); }));
+    rig.backend.end(1, Rig::answer());
+    CHECK(rig.until([&] { return whole(third) && second.ended; }));
+    CHECK(whole(second)); // it had its answer
+    rig.backend.end(0, Rig::answer());
+    REQUIRE(rig.until([&] { return whole(first); }));
+    auto& fourth = rig.connect();
+    fourth.send(rig.get("/health"));
+    CHECK(rig.until([&] { return whole(fourth) && third.ended; }));
+    CHECK(!first.ended);
 }
 
 TEST_CASE("a token is asked for, and a server that others reach needs one") {

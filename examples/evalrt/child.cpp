@@ -1,6 +1,9 @@
 #include "child.hpp"
 
+#include "suite.hpp"
+
 #include <boost/asio/as_tuple.hpp>
+#include <boost/asio/steady_timer.hpp>
 #include <boost/asio/use_awaitable.hpp>
 
 #include <fmt/format.h>
@@ -177,9 +180,12 @@ std::string Child::find(const std::string& name) {
 std::string Child::start(const std::string& program, const std::vector<std::string>& arguments,
                          const std::vector<std::string>& environment, const Confinement* place) {
     confined_ = place != nullptr;
-    signals_.add(SIGINT);
-    signals_.add(SIGTERM);
-    signals_.add(SIGCHLD);
+    leads_ = confined_ || !(in_foreground() || ::isatty(0));
+    for (const int number : {SIGINT, SIGTERM, SIGCHLD}) signals_.add(number);
+    // A shell that ends tells our group, no longer the child's; nohup does not want it told.
+    struct sigaction hangup {};
+    ::sigaction(SIGHUP, nullptr, &hangup);
+    if (leads_ && hangup.sa_handler != SIG_IGN) signals_.add(SIGHUP);
     const auto argv = pointers(arguments), envp = pointers(environment);
     const int end = most_descriptors();
     int errors[2];
@@ -208,6 +214,7 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
             [[maybe_unused]] const auto written = ::write(errors[1], &error, sizeof error);
             ::_exit(127);
         };
+        if (leads_ && !place) ::setpgid(0, 0);
         if (place) {
             ::setsid();
             if (::chdir(place->folder.c_str()) != 0 || ::dup2(nothing, 0) < 0 ||
@@ -242,27 +249,44 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
 
 boost::asio::awaitable<int> Child::wait() {
     constexpr auto token = boost::asio::as_tuple(boost::asio::use_awaitable);
-    for (;;) {
-        int status = 0;
-        if (::waitpid(pid_, &status, WNOHANG) == pid_) {
-            if (confined_) {
-                ::kill(-pid_, SIGKILL); // what it has left
-                signals_.clear();
-            }
-            pid_ = -1;
-            co_return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-        }
+    int status = 0;
+    while (::waitpid(pid_, &status, WNOHANG) != pid_) {
         auto [ec, number] = co_await signals_.async_wait(token);
         if (ec || number == SIGCHLD) continue;
         if (confined_)
             signal(SIGKILL);
-        else if (number == SIGTERM || !in_foreground())
-            signal(number);
+        else
+            pass_on(number);
+    }
+    const pid_t group = -std::exchange(pid_, -1);
+    if (leads_ && !confined_ && ::kill(group, SIGTERM) == 0) {
+        boost::asio::steady_timer pause(signals_.get_executor());
+        for (int i = 0; i < 40 && ::kill(group, 0) == 0; ++i) {
+            pause.expires_after(std::chrono::milliseconds(50));
+            co_await pause.async_wait(token);
+        }
+    }
+    if (leads_) ::kill(group, SIGKILL);
+    if (confined_) signals_.clear(); // after the other one they end nothing more
+    co_return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+void Child::pass_on(int number) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - std::exchange(last_signal_, now) > std::chrono::seconds(10)) in_a_row_ = 0;
+    if (++in_a_row_ == 1) {
+        // Ctrl-C has reached it in our group.
+        if (leads_ || number != SIGINT || !in_foreground()) signal(number);
+    } else if (in_a_row_ == 2) {
+        say("the command gets SIGTERM; once more, and it is killed");
+        signal(SIGTERM);
+    } else {
+        signal(SIGKILL);
     }
 }
 
 void Child::signal(int number) {
-    if (pid_ > 0) ::kill(confined_ ? -pid_ : pid_, number);
+    if (pid_ > 0) ::kill(leads_ ? -pid_ : pid_, number);
 }
 
 bool Child::can_confine() {

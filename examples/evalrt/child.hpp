@@ -7,6 +7,7 @@
 #include <boost/asio/awaitable.hpp>
 #include <boost/asio/signal_set.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -46,26 +47,33 @@ public:
     /// Empty: there is no such program.
     static std::string find(const std::string& name);
 
-    /// Empty: it runs. Else what is wrong. With a `place` it has no terminal, and a signal to us
-    /// kills it and all that it has started.
+    /// Empty: it runs. Else what is wrong. In a terminal it is in our process group, so that it can
+    /// read there and Ctrl-C, Ctrl-Z and fg reach it; elsewhere it leads one of its own.
+    /// With a `place` it has no terminal, and a signal to us kills it and all that it has started.
     std::string start(const std::string& program, const std::vector<std::string>& arguments,
                       const std::vector<std::string>& environment,
                       const Confinement* place = nullptr);
 
-    /// Its exit code, 128 and the signal's number if one has ended it. Until then it gets the
-    /// SIGINT and SIGTERM that we get.
+    /// Its exit code, 128 and the signal's number if one has ended it. Until then the SIGINT,
+    /// SIGTERM or SIGHUP that we get goes on to it; one more within ten seconds is SIGTERM, a third
+    /// one SIGKILL. What it leaves in its group gets SIGTERM, and SIGKILL two seconds later.
     boost::asio::awaitable<int> wait();
 
+    /// To its group, if it leads one.
     void signal(int number);
 
     /// The system keeps a confined command from writing elsewhere.
     static bool can_confine();
 
 private:
+    void pass_on(int number);
+
     std::vector<bool> inherited_; // file descriptors
     boost::asio::signal_set signals_;
     pid_t pid_ = -1;
-    bool confined_ = false;
+    bool confined_ = false, leads_ = false; // a process group
+    unsigned in_a_row_ = 0;                 // signals that we got
+    std::chrono::steady_clock::time_point last_signal_;
 };
 
 } // namespace evalrt::program

@@ -4,6 +4,7 @@
     gateway.py EVALRT_PROGRAM
 """
 
+import fcntl
 import http.client
 import itertools
 import json
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import unittest
@@ -889,6 +891,82 @@ time.sleep(600)
                 process.send_signal(number)
                 out, err = process.communicate(timeout=LONG)
                 self.assertEqual((process.returncode, out), (5, f"got {int(number)}\n"), err)
+
+    STUBBORN = """
+import signal, subprocess, sys, time
+def say(number, _):
+    print("got", int(number), flush=True)
+if len(sys.argv) > 1:  # has another one that ignores everything
+    ignoring = "import signal, time; [signal.signal(it, signal.SIG_IGN) for it in (2, 15)]; print('up', flush=True); "
+    subprocess.Popen([sys.executable, "-c", ignoring + "time.sleep(100000)"])
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, say)
+print("ready", flush=True)
+for text in sys.stdin:
+    print("read", text, flush=True)
+while True:
+    time.sleep(1)
+"""
+
+    def test_a_child_that_goes_on_is_told_to_end_and_then_killed_with_its_own(self):
+        process = self.popen([*self.openai, "--", sys.executable, "-c", self.STUBBORN, "x"],
+                             stdin=subprocess.DEVNULL, start_new_session=True)
+        self.addCleanup(process.kill)
+        self.assertEqual({process.stdout.readline() for _ in range(2)}, {"ready\n", "up\n"})
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(process.stdout.readline(), "got 2\n")
+        for _ in range(100):  # one that comes too late is a first again
+            process.send_signal(signal.SIGINT)
+            if (said := process.stdout.readline()) != "got 2\n":
+                break
+        self.assertEqual(said, "got 15\n")
+        until(lambda: (process.send_signal(signal.SIGINT), process.poll() is not None)[1])
+        _, err = process.communicate(timeout=LONG)  # so nobody has its stdout any more
+        self.assertEqual(process.returncode, 128 + signal.SIGKILL, err)
+        self.assertIn("the command gets SIGTERM; once more, and it is killed", err)
+
+    def test_what_a_child_leaves_behind_ends_with_it(self):
+        def gone(pid):
+            state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout
+            return not state or state.startswith("Z")
+        for script in ("sleep 100000 >/dev/null 2>&1 & echo $!",
+                       "(trap '' TERM; exec sleep 100000) >/dev/null 2>&1 & echo $!"):
+            with self.subTest(script):
+                process = self.popen([*self.openai, "--", "sh", "-c", script + "; exit 4"],
+                                     stdin=subprocess.DEVNULL, start_new_session=True)
+                out, err = process.communicate(timeout=LONG)
+                self.addCleanup(lambda: gone(out.strip()) or os.kill(int(out), signal.SIGKILL))
+                self.assertEqual(process.returncode, 4, err)
+                until(lambda: gone(out.strip()), 60)
+
+    def test_in_a_terminal_a_child_reads_from_it_and_ctrl_c_reaches_it(self):
+        master, slave = os.openpty()
+        self.addCleanup(os.close, master)
+        process = subprocess.Popen([EVALRT, "gateway", *self.openai, "--", sys.executable, "-c", self.STUBBORN],
+                                   stdin=slave, stdout=slave, stderr=slave, cwd=self.dir, start_new_session=True,
+                                   preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        os.close(slave)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        seen = b""
+
+        def shows(text):
+            nonlocal seen
+            while text not in seen:
+                seen += os.read(master, 1000)
+            seen = seen.split(text, 1)[1]
+
+        def ctrl_c():
+            os.write(master, b"\x03")
+            return process.poll() is not None
+        shows(b"ready")
+        os.write(master, b"hello\n")
+        shows(b"read hello")
+        ctrl_c()
+        shows(b"got 2")
+        self.assertIsNone(process.poll())
+        until(ctrl_c)
+        self.assertEqual(process.wait(), 128 + signal.SIGKILL)
 
     @unittest.skipUnless(sys.platform == "linux", "only Linux tells a child of its parent's death")
     def test_a_killed_gateway_takes_its_child_with_it(self):

@@ -436,8 +436,7 @@ private:
     }
 
     void summarise(double wall) {
-        report_.server_restarts = runtime_->restarts();
-        report_.server_output = runtime_->server_output();
+        for (const auto& text : complete_report(report_, *runtime_)) print(text);
         print(report_.prefix_cached());
         if (const auto text = report_.versions(); !text.empty()) print(text);
         std::string failures;

@@ -331,27 +331,7 @@ private:
 
     void summarise() {
         const auto stats = runtime_->backend().stats();
-        report_.max_in_flight = std::max(report_.max_in_flight, stats.most_limit);
-        report_.server_restarts = runtime_->restarts();
-        report_.server_output = runtime_->server_output();
-        for (const auto& it : runtime_->replicas()) {
-            auto text = it.answered + it.failed + it.cancelled == 0
-                            ? fmt::format("{}: nothing was asked of it", it.url)
-                            : fmt::format("{}: {} answered, {} attempts failed, {} taken over from "
-                                          "others",
-                                          it.url, it.answered, it.failed, it.taken_over);
-            if (it.cancelled > 0) text += fmt::format(", {} cancelled", it.cancelled);
-            if (it.refused > 0)
-                text += fmt::format("; it refused {} that another one answered", it.refused);
-            if (!it.up) text += it.why.empty() ? "; it is gone" : "; it is left out: " + it.why;
-            report_.note(text);
-            print(text);
-        }
-        if (const auto text = runtime_->one_by_one(); !text.empty()) {
-            report_.note(text);
-            print(text);
-        }
-        if (const auto text = report_.versions(); !text.empty()) print(text);
+        for (const auto& text : complete_report(report_, *runtime_)) print(text);
         if (!common_.quiet) {
             print(report_.prefix_cached());
             print(fmt::format(
@@ -413,6 +393,29 @@ private:
 } // namespace
 
 void say(std::string_view line) { fmt::print(stderr, "evalrt: {}\n", line); }
+
+std::vector<std::string> complete_report(Report& report, Runtime& runtime) {
+    report.max_in_flight = std::max(report.max_in_flight, runtime.backend().stats().most_limit);
+    report.server_restarts = runtime.restarts();
+    report.server_output = runtime.server_output();
+    std::vector<std::string> notes;
+    for (const auto& it : runtime.replicas()) {
+        auto text =
+            it.answered + it.failed + it.cancelled == 0
+                ? fmt::format("{}: nothing was asked of it", it.url)
+                : fmt::format("{}: {} answered, {} attempts failed, {} taken over from others",
+                              it.url, it.answered, it.failed, it.taken_over);
+        if (it.cancelled > 0) text += fmt::format(", {} cancelled", it.cancelled);
+        if (it.refused > 0)
+            text += fmt::format("; it refused {} that another one answered", it.refused);
+        if (!it.up) text += it.why.empty() ? "; it is gone" : "; it is left out: " + it.why;
+        notes.push_back(std::move(text));
+    }
+    if (auto text = runtime.one_by_one(); !text.empty()) notes.push_back(std::move(text));
+    for (const auto& text : notes) report.note(text);
+    if (auto text = report.versions(); !text.empty()) notes.push_back(std::move(text)); // noted
+    return notes;
+}
 
 bool explain_to(const std::string& path, RuntimeOptions& options) {
     if (path.empty()) return true;

@@ -64,6 +64,9 @@ bool explain_to(const std::string& path, RuntimeOptions& options);
 /// A line on stderr.
 void say(std::string_view line);
 
+/// Puts into a run's report what is known of the server at the end. Its notes, to be said.
+std::vector<std::string> complete_report(Report& report, Runtime& runtime);
+
 /// Makes a Program(io, args...) and runs its main() to the end; the exit code that it gives.
 template <class Program, class... Args>
 int run_to_end(Args&... args) {

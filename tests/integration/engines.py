@@ -52,6 +52,16 @@ class Engines(unittest.TestCase):
                     break
             self.assertGreater(cached, least * summary["prompt_tokens"], engine)
 
+    ASK_ALL = """
+import os, urllib.request
+from concurrent.futures import ThreadPoolExecutor
+def ask(body):
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body.encode(),
+                                                  {"Content-Type": "application/json"})).read()
+with ThreadPoolExecutor(24) as pool:
+    list(pool.map(ask, open("suite")))
+"""
+
     def test_a_server_that_does_not_batch_is_told_and_what_may_be_why(self):
         def note(engine, *arguments, **more):
             (self.dir / "suite").write_text("\n".join(
@@ -63,6 +73,13 @@ class Engines(unittest.TestCase):
             notes = [it for it in json.loads((self.dir / "s").read_text())["notes"] if "one request at a time" in it]
             for it in notes:
                 self.assertIn(it, said)
+            if not more:  # a gateway tells it, too
+                said = self.program("gateway", "--url", url, "--json", "s", "--backend", "mlx-server" if engine == "mlx"
+                                    else "openai-url", "--", sys.executable, "-c", self.ASK_ALL).stderr
+                self.assertEqual([it for it in json.loads((self.dir / "s").read_text())["notes"]
+                                  if "one request at a time" in it], notes)
+                for it in notes:
+                    self.assertIn(it, said)
             return notes
 
         self.assertEqual(note("vllm"), [])

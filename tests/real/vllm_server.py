@@ -39,7 +39,7 @@ class Silent(Vllm):
     def test_it_is_recognised_and_batched_and_says_how_cached_tokens_would_be_reported(self):
         rows, err = self.run_lines([line(f"{i}", "What is the capital of France?", stream=i % 2 == 0)
                                     for i in range(24)])
-        self.assertRegex(err, r"the server is vllm \S+ \(.*\); 64 requests at once")
+        self.assertRegex(err, r"the server is vllm \S+ \(.*\); 192 requests at once")
         self.assertIn("--enable-prompt-tokens-details", err)
         for row in rows.values():
             self.assertIn("Paris", row["response"]["body"]["choices"][0]["message"]["content"])

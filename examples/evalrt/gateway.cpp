@@ -86,9 +86,11 @@ private:
 // Behind the address of the run that counts: what was learned, and the server for all else.
 class Rehearsed final : public Backend {
 public:
-    Rehearsed(Backend& server, Rehearsal& rehearsal, std::function<void(const Response&)> on_answer,
-              std::function<void()> on_leak)
+    // `plain`: for what is no question to a model.
+    Rehearsed(Backend& server, Backend& plain, Rehearsal& rehearsal,
+              std::function<void(const Response&)> on_answer, std::function<void()> on_leak)
         : server_(server),
+          plain_(plain),
           rehearsal_(rehearsal),
           on_answer_(std::move(on_answer)),
           on_leak_(std::move(on_leak)) {}
@@ -106,6 +108,9 @@ private:
             return detail::complete(get_executor(), std::move(handler),
                                     make_error_code(Errc::rejected), std::move(refused));
         }
+        if (request.plain)
+            return plain_.async_complete(std::move(request), std::move(on_text),
+                                         std::move(handler));
         if (auto response = rehearsal_.known(request)) {
             ++known;
             return detail::complete(get_executor(), std::move(handler), error_code(),
@@ -123,6 +128,7 @@ private:
     }
 
     Backend& server_;
+    Backend& plain_;
     Rehearsal& rehearsal_;
     std::function<void(const Response&)> on_answer_;
     std::function<void()> on_leak_;
@@ -196,13 +202,15 @@ public:
             code = co_await rehearse(front);
             rehearsal_.begin();
             rehearsed_ = std::make_unique<Rehearsed>(
-                runtime_->front(), rehearsal_, std::exchange(front.on_answer, {}), [this] {
+                runtime_->front(), runtime_->server(), rehearsal_,
+                std::exchange(front.on_answer, {}), [this] {
                     if (!std::exchange(leaked_, true))
                         say("the command asks what it has from its rehearsal: it keeps something "
                             "outside its folder, and cannot be rehearsed; it is stopped");
                     child_.signal(SIGTERM);
                 });
         }
+        if (rehearsed_) front.server = rehearsed_.get();
         if (code == exit_answered) code = co_await run(front);
         co_await runtime_->async_close(token);
         co_return code;

@@ -50,7 +50,8 @@ public:
     bool stuck() const { return idle_ >= idle_limit; }
 
     bool from_placeholder(const Request& request) const {
-        return request.body.view().find(marker_) != std::string_view::npos;
+        return request.body.view().find(marker_) != std::string_view::npos ||
+               request.endpoint.find(marker_) != std::string::npos;
     }
 
     std::size_t learned() const { return learned_; }

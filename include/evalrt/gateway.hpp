@@ -10,8 +10,6 @@
 
 namespace evalrt {
 
-class HttpBackend;
-
 struct GatewayOptions {
     std::string host = "127.0.0.1"; ///< an address, or localhost; if no loopback one, with a token
     std::uint16_t port = 0;         ///< 0: any free one
@@ -19,7 +17,7 @@ struct GatewayOptions {
     std::string model;              ///< what /v1/models names
     /// Asked past the Backend for what is no question to a model, such as /tokenize: whatever has
     /// no other place here. Null: all that is not there.
-    HttpBackend* server = nullptr;
+    Backend* server = nullptr;
     bool server_models = false;          ///< /v1/models is the server's list, where it gives one
     std::function<unsigned()> in_flight; ///< at the server, for /metrics
     std::function<void(const Response&)> on_answer; ///< each request that has ended

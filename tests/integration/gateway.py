@@ -744,6 +744,21 @@ else:
 """, leak, code=128 + signal.SIGTERM)
         self.assertIn("it keeps something outside its folder", err)
         self.assertEqual(self.questions(), ["slow"])
+        # Nor what is no question to a model.
+        for script in ("urllib.request.urlopen(urllib.request.Request(url + '/tokenize', json.dumps({'prompt': kept})"
+                       ".encode(), {'Content-Type': 'application/json'}))",
+                       "urllib.request.urlopen(url + '/other/200?a=' + kept)"):
+            Upstream.asked.clear()
+            _, err = self.rehearse("""
+url = os.environ["OPENAI_BASE_URL"]
+if rehearsed:
+    open(sys.argv[1], "w").write(ask("slow"))
+else:
+    kept = open(sys.argv[1]).read()
+    %s
+""" % script, leak, code=128 + signal.SIGTERM)
+            self.assertIn("it keeps something outside its folder", err)
+            self.assertEqual({it["path"] for it in Upstream.asked}, {"/v1/chat/completions"})
 
     def test_a_command_that_waits_for_an_answer_it_likes_is_not_rehearsed_for_ever(self):
         out, err = self.rehearse("""

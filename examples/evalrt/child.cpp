@@ -267,7 +267,14 @@ boost::asio::awaitable<int> Child::wait() {
         }
     }
     if (leads_) ::kill(group, SIGKILL);
-    if (confined_) signals_.clear(); // after the other one they end nothing more
+    if (confined_) {
+        signals_.clear();
+    } else { // whoever goes on pressing Ctrl-C does not cut our own end short
+        sigset_t late;
+        ::sigemptyset(&late);
+        for (const int number : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&late, number);
+        ::pthread_sigmask(SIG_BLOCK, &late, nullptr);
+    }
     co_return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 

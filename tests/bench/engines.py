@@ -5,6 +5,9 @@ machine. """
 import argparse, json, os, random, subprocess, sys, tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+from figures import Figures
+
 SINGLE = ["simple_python", "simple_java", "simple_javascript", "multiple", "parallel", "parallel_multiple", "irrelevance"]
 LIVE = ["live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance", "live_relevance"]
 CLASSES = {"GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
@@ -111,7 +114,8 @@ def tau(seed, tasks=120):
 
 class Bench:
     def __init__(self, args, folder):
-        self.args, self.dir, self.figures = args, folder, []
+        self.args, self.dir, self.figures = args, folder, Figures("engines")
+        self.figure = self.figures.add
 
     def suites(self):
         data = self.args.data
@@ -131,13 +135,6 @@ class Bench:
         if done.returncode:
             sys.exit(f"error: bench_engines {suite} {engine} failed")
         return {row["policy"]: row for row in map(json.loads, done.stdout.splitlines())}
-
-    def figure(self, suite, engine, name, value, goal=None, at_least=True, **more):
-        good = None if goal is None else (value >= goal if at_least else value <= goal)
-        row = {"benchmark": "engines", "suite": suite, "engine": engine, "figure": name, "value": round(value, 3),
-               "goal": goal, "at_least": at_least if goal is not None else None, "good": good} | more
-        self.figures.append(row)
-        print(json.dumps(row), flush=True)
 
     def compare(self, suite, path, engine):
         turns = suite in ("bfcl multi-turn", "tau-like")
@@ -191,14 +188,6 @@ class Bench:
                 self.figure(name, engine, "200 requests: found by itself / best fixed", auto["seconds"] / best, 1.10, False,
                             found=auto["limit"], after_fifth=auto["limit_after_fifth"])
 
-    def table(self):
-        for row in self.figures:
-            goal = "" if row["goal"] is None else f"{'>=' if row['at_least'] else '<='} {row['goal']:g}"
-            verdict = {True: "ok", False: "MISSED", None: ""}[row["good"]]
-            limit = f" ({row['limit']})" if "limit" in row else ""
-            print(f"{row['suite']:<16} {row['engine']:<7} {row['figure']:<46} {row['value']:>8g}  {goal:<8} {verdict}{limit}",
-                  file=sys.stderr)
-
 
 def main():
     parser = argparse.ArgumentParser()
@@ -221,8 +210,7 @@ def main():
                 bench.compare(name, path, engine)
         if not args.suite:
             bench.limiter()
-        bench.table()
-        return any(row["good"] is False for row in bench.figures)
+        return bench.figures.table()
 
 
 if __name__ == "__main__":

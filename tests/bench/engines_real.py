@@ -4,10 +4,13 @@ models of the engines (engines.py) prefill what the real ones do.
 Every run has a fresh server. Without --long some ten minutes on two cores; --long adds fifty rows of
 BFCL on mlx_lm.server, one at a time as well: ten more.
 """
-import argparse, json, os, random, socket, subprocess, sys, tempfile, time, urllib.request
+import argparse, json, os, random, subprocess, sys, tempfile
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
+from figures import Figures
+from real_processes import Llama
+
 SLOTS, CONTEXT = 8, 2048
 # Tokens as a server's chat template makes them, and where its system prompt ends: what
 # mlx_lm.server's own _tokenize() looks for.
@@ -42,14 +45,10 @@ def groups():
 
 class Bench:
     def __init__(self, args, folder):
-        self.args, self.dir, self.figures, self.runs = args, folder, [], 0
+        self.args, self.dir, self.figures, self.runs = args, folder, Figures("engines-real"), 0
 
-    def figure(self, engine, suite, name, value, goal=None, at_least=True, **more):
-        good = None if goal is None else (value >= goal if at_least else value <= goal)
-        row = {"benchmark": "engines-real", "engine": engine, "suite": suite, "figure": name,
-               "value": round(value, 3), "goal": goal, "good": good} | more
-        self.figures.append(row | {"at_least": at_least})
-        print(json.dumps(row), flush=True)
+    def figure(self, engine, suite, *figure, **more):
+        self.figures.add(suite, engine, *figure, **more)
 
     def bfcl(self, category, limit):
         made = subprocess.run([self.args.bin / "bench_bodies", self.args.data, category, "prompt", "default_model"],
@@ -134,47 +133,14 @@ class Bench:
         for suite, (bodies, goal) in suites.items():
             runs = {}
             for policy, options in ((f"file:{SLOTS}", ["--order", "fifo", "--max-in-flight", str(SLOTS)]), ("planned", [])):
-                with Llama(self.args.llama) as url:
-                    runs[policy] = self.ask(bodies, ["--backend", "openai-url", "--url", url], *options)
+                with Llama(self.args.llama, SLOTS, CONTEXT, cache=0, threads=0) as server:
+                    where = ["--backend", "openai-url", "--url", server.wait().url]
+                    runs[policy] = self.ask(bodies, where, *options)
             file, planned = runs.values()
             self.figure(engine, suite, f"{SLOTS} in file order / planned", file["wall_seconds"] / planned["wall_seconds"],
                         goal, file=file["wall_seconds"], planned=planned["wall_seconds"])
             self.limit(engine, suite, planned)
             self.model(engine, suite, bodies, runs, f"llama:{SLOTS}:0")
-
-    def table(self):
-        for row in self.figures:
-            goal = "" if row["goal"] is None else f"{'>=' if row['at_least'] else '<='} {row['goal']:g}"
-            verdict = {True: "ok", False: "MISSED", None: ""}[row["good"]]
-            print(f"{row['engine']:<14} {row['suite']:<11} {row['figure']:<40} {row['value']:>8g}  {goal:<8} {verdict}",
-                  file=sys.stderr)
-
-
-class Llama:
-    """llama.cpp's server without its cache in the host's memory."""
-
-    def __init__(self, python):
-        self.python = python
-
-    def __enter__(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.process = subprocess.Popen([self.python, TESTS / "support/llama_server.py", str(port), str(SLOTS),
-                                         str(CONTEXT), "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                return f"http://127.0.0.1:{port}/v1"
-            except OSError:
-                if self.process.poll() is not None:
-                    break
-                time.sleep(0.2)
-        sys.exit("error: llama.cpp's server did not start")
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
 
 
 def main():
@@ -194,8 +160,7 @@ def main():
         bench = Bench(args, Path(folder))
         for engine in args.engine or ("mlx", "llama"):
             getattr(bench, engine)()
-        bench.table()
-        return any(row["good"] is False for row in bench.figures)
+        return bench.figures.table()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ exit code 1 if a goal is missed.
 import argparse, json, subprocess, sys, tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "real"))
-from router import Llama, Router, suite
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "real")]
+from real_processes import Llama, Router
+from router import suite
 
 GROUPS, EACH = 12, 6
 
@@ -35,7 +37,7 @@ def run(way, args, folder):
         servers = [Llama(args.llama) for _ in range(way.servers)]
         for it in servers:
             it.wait()
-        urls = [f"http://127.0.0.1:{it.port}/v1" for it in servers]
+        urls = [it.url for it in servers]
         if way.policy:
             router = Router([it.port for it in servers], "--policy", way.policy, program=args.router)
             urls = [router.url]

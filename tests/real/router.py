@@ -7,15 +7,10 @@
 import argparse
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 if sys.argv[1:] == ["--packages"]:
@@ -24,78 +19,12 @@ if sys.argv[1:] == ["--packages"]:
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 sys.path.insert(0, str(SUPPORT))
+from patience import until  # noqa: E402
+from real_processes import Llama, Router  # noqa: E402
 from real_server import line  # noqa: E402
 from tee import Tee  # noqa: E402
 
 SLOTS, CONTEXT, GROUPS, EACH = 2, 1024, 6, 8
-
-
-def free_port():
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return it.getsockname()[1]
-
-
-def get(url):
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        return json.loads(answer.read())
-
-
-def until(what, seconds, words, it=None):
-    """`it`: the one that is waited for, and may end."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            if what():
-                return
-        except (OSError, urllib.error.HTTPError, ValueError):
-            pass
-        if time.monotonic() > deadline or (it and it.process.poll() is not None):
-            raise AssertionError(words())
-        time.sleep(0.1)
-
-
-class Process:
-    def __init__(self, argv, **env):
-        self.log = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(list(map(str, argv)), stdout=self.log, stderr=self.log,
-                                        start_new_session=True, env=dict(os.environ, **env))
-
-    def kill(self):
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-        self.log.close()
-
-    def words(self):
-        self.log.seek(0)
-        return self.log.read()[-3000:]
-
-
-class Llama(Process):
-    """With one thread, so that two of them have two processors."""
-
-    def __init__(self, python):
-        self.port = free_port()
-        super().__init__([python, SUPPORT / "llama_server.py", self.port, SLOTS, CONTEXT], LLAMA_THREADS="1")
-
-    def wait(self):
-        until(lambda: get(f"http://127.0.0.1:{self.port}/health"), 120, self.words, self)
-        return self
-
-
-class Router(Process):
-    """As its defaults have it, but on loopback only; `more`: of its options."""
-
-    def __init__(self, ports, *more, program=Path(sys.executable).parent / "sglang-router"):
-        self.root = f"http://127.0.0.1:{free_port()}"
-        super().__init__([program, "launch", "--host", "127.0.0.1", "--port", self.root.rpartition(":")[2],
-                          "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports),
-                          "--prometheus-host", "127.0.0.1", "--prometheus-port", free_port(), *more])
-        self.url = self.root + "/v1"
-        until(lambda: get(self.root + "/readiness")["healthy_workers"] == len(ports), 60, self.words, self)
 
 
 def suite(groups=GROUPS, each=EACH, extra=""):
@@ -115,7 +44,7 @@ class Base(unittest.TestCase):
     def setUpClass(cls):
         cls.servers = []
         for _ in range(2):
-            cls.servers.append(Llama(args.llama))
+            cls.servers.append(Llama(args.llama, SLOTS, CONTEXT))
             cls.addClassCleanup(cls.servers[-1].kill)
         for it in cls.servers:
             it.wait()
@@ -181,13 +110,13 @@ class TwoServers(Base):
                           for question, data, _ in tee.asked if question.startswith("group")}, {12})
 
     def test_a_killed_server_loses_nothing(self):
-        extra = Llama(args.llama)  # this one dies
+        extra = Llama(args.llama, SLOTS, CONTEXT)  # this one dies
         self.addCleanup(extra.kill)
         extra.wait()
         router = self.router([self.servers[0].port, extra.port])
         process = self.start(suite(each=12, extra=" and more"), router.url)
         part = self.dir / "out.part"
-        until(lambda: part.exists() and part.read_text().count("\n") >= 12, 120, lambda: "it does not run")
+        until(lambda: part.exists() and part.read_text().count("\n") >= 12)
         extra.kill()
         self.assertLess(part.read_text().count("\n") if part.exists() else 99, GROUPS * 12)
         rows, err = self.finish(process)

@@ -572,16 +572,27 @@ private:
                mixed(w[4] ^ 0x1d8e4e27c47d124fu, w[5] ^ 0xeb44accab455d165u) ^
                mixed(w[6] ^ 0x2f9be6cc39a1d7d1u, w[7] ^ 0x9f8d0f3b5a6c7e43u);
     }
+    // Long prompts are read from memory, whose own looking ahead ends at each page.
+    static constexpr std::size_t reach = 1024;
+    static void ahead([[maybe_unused]] const char* text) {
+#if defined(__GNUC__)
+        __builtin_prefetch(text);
+#endif
+    }
+
 
     // The prompt's blocks, into path_. Its bytes.
     std::size_t read(const Prompt& prompt) {
-        path_.clear();
+        const auto bytes = prompt.bytes();
+        const auto most = (prompt.domain.size() + bytes) / block + 3;
+        if (path_.size() < most) path_.resize(most);
+        Block* out = path_.data();
         std::uint64_t chain = 1;
         char rest[block]; // of the segments before, less than a block
-        std::size_t held = 0, bytes = 0;
+        std::size_t held = 0;
         const auto link = [&](std::uint64_t name) {
             chain = mixed(chain ^ name, multiplier);
-            path_.push_back(Block(chain >> 32));
+            *out++ = Block(chain >> 32);
         };
         // The domain is a block of its own, and so is the end: a prompt and its continuation are
         // two leaves.
@@ -601,16 +612,18 @@ private:
                 link(hash(rest));
                 held = 0;
             }
-            for (; text.size() >= block; text.remove_prefix(block)) link(hash(text.data()));
+            for (; text.size() >= block; text.remove_prefix(block)) {
+                ahead(text.data() + std::min(text.size(), reach));
+                link(hash(text.data()));
+            }
             if (!text.empty()) std::memcpy(rest, text.data(), held = text.size());
         };
         take(prompt.domain);
         close(block);
-        path_.assign(1, path_.back());
-        for (const auto segment : prompt.segments) {
-            take(segment);
-            bytes += segment.size();
-        }
+        path_.front() = out[-1];
+        out = path_.data() + 1;
+        for (const auto segment : prompt.segments) take(segment);
+        path_end_ = out;
         close(2 * block);
         return bytes;
     }
@@ -618,14 +631,15 @@ private:
     // The leaf of the prompt in path_.
     Node& insert(std::size_t bytes) {
         Node* node = &root_;
-        for (std::size_t i = 0; i < path_.size();) {
-            Node* next = nodes_.find(node, path_[i]);
-            if (!next) return child(*node, edge_of(path_.begin() + long(i), path_.end()), bytes);
-            const auto [mine, theirs] = std::mismatch(next->edge.begin(), next->edge.end(),
-                                                      path_.begin() + long(i), path_.end());
+        const Block* const end = path_end_;
+        for (const Block* at = path_.data(); at != end;) {
+            Node* next = nodes_.find(node, *at);
+            if (!next) return child(*node, edge_of(at, end), bytes);
+            const auto [mine, theirs] =
+                std::mismatch(next->edge.begin(), next->edge.end(), at, end);
             if (mine != next->edge.end()) next = &split(*next, mine - next->edge.begin());
             node = next;
-            i = std::size_t(theirs - path_.begin());
+            at = theirs;
         }
         return *node;
     }
@@ -718,7 +732,8 @@ private:
         entry.sends = sends_;
         arrived_.emplace_back(entry.arrival, id);
         const auto place = rank(entry);
-        entry.node->own.insert({-place, entry.arrival, id});
+        auto& own = entry.node->own; // of many alike the last one comes last
+        own.insert(own.end(), {-place, entry.arrival, id});
         come(entry.client);
         if (entry.session && entry.session->open) {
             entry.goes_on = ++turns_;
@@ -736,7 +751,7 @@ private:
             ++it->waiting;
             it->rank = std::max(it->rank, place);
             it->arrival = std::min(it->arrival, entry.arrival);
-            if (moves && it->parent) it->parent->children.insert(it);
+            if (moves && it->parent) it->parent->children.insert(it->parent->children.end(), it);
         }
         most_waiting_ = std::max<std::uint64_t>(most_waiting_, root_.waiting);
     }
@@ -1210,7 +1225,8 @@ private:
     std::uint32_t turn_ = 0;                        // whose it was last
     std::size_t growth_ = 6000; // bytes by which a session grows: some 1,500 tokens, then as seen
     std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not
-    std::vector<Block> path_;                                 // of the prompt that is read
+    std::vector<Block> path_; // of the prompt that is read, up to path_end_
+    const Block* path_end_ = nullptr;
     std::uint64_t arrivals_ = 0, sends_ = 0, turns_ = 0, most_waiting_ = 0;
     std::size_t running_ = 0;
     std::size_t resident_ = 0;                      // bytes of what runs, shared ones once

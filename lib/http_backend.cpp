@@ -835,10 +835,14 @@ private:
             response_.timing.last_text = now - sent_;
             if (on_text_ && (first || !piece.text.empty())) on_text_(piece.text);
         };
+        const auto on_comment = [&](std::string_view comment) {
+            if (!request_.on_computed || last || stopped()) return;
+            if (detail::prompt_computed(comment)) std::exchange(request_.on_computed, nullptr)();
+        };
         const auto ec = co_await read_body(stream, parser, [&](std::string_view bytes) {
             const auto& limits = impl_->options;
             total += bytes.size();
-            if (!events.feed(bytes, on_event))
+            if (!events.feed(bytes, on_event, on_comment))
                 too_large = fmt::format("an event of the stream is over the limit of {} bytes",
                                         limits.event_limit);
             else if (total > 4 * limits.body_limit) // of which most is not text

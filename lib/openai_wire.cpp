@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <map>
 
 namespace evalrt::detail {
@@ -563,6 +564,17 @@ void fix_for(const BackendRow& row, std::span<const Member> list, std::vector<Ch
 }
 
 } // namespace
+
+bool prompt_computed(std::string_view comment) {
+    constexpr std::string_view name = "keepalive ";
+    if (!comment.starts_with(name)) return false;
+    const char* const end = comment.data() + comment.size();
+    std::uint64_t done = 0, all = 0;
+    const auto first = std::from_chars(comment.data() + name.size(), end, done);
+    if (first.ec != std::errc() || first.ptr == end || *first.ptr != '/') return false;
+    const auto second = std::from_chars(first.ptr + 1, end, all);
+    return second.ec == std::errc() && second.ptr == end && done <= all && all - done <= 1;
+}
 
 // As mlx_lm makes its processors: none for what is empty or 0.
 bool has_processors(std::span<const Member> body) {

@@ -31,6 +31,9 @@ RadixPlanner::Options planner_options(const BackendRow& row) {
     options.padding_bytes = row.padding_tokens * std::size_t(4);
     options.leaders = row.leaders;
     options.sessions = row.sessions;
+    // Of the prompts that its cache holds, one is put in at the end of a system prompt, of the
+    // prompt and of the answer.
+    if (row.padding_tokens > 0 && row.sessions > 0) options.kept = (row.sessions + 2) / 3;
     options.cache_bytes = std::size_t(row.cache_tokens) * 4;
     return options;
 }
@@ -170,6 +173,7 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
         request.server = pick.server;
         request.id = pick.id;
         request.shared_bytes = shared.bytes(item.domain, item.ends);
+        request.on_computed = [this, id = pick.id] { computed(id); };
         inner.async_complete(std::move(request), std::move(on_text),
                              Returned{shared_from_this(), pick.id, item.cancel.slot()});
     }
@@ -219,6 +223,12 @@ struct RequestScheduler::Impl : std::enable_shared_from_this<Impl> {
             item.delivered |= !piece.empty();
             item.on_text(piece);
         }
+        pump_soon();
+    }
+
+    void computed(RequestId id) {
+        last_progress = Clock::now();
+        core.computed(id, last_progress);
         pump_soon();
     }
 

@@ -322,16 +322,17 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     for (const auto key : {"max_tokens", "max_completion_tokens"})
         if (const auto value = member(list, key); value && *value != "null")
             parts.output_tokens = std::strtoll(std::string(*value).c_str(), nullptr, 10);
-    if (!row.processors_mix && has_processors(list)) parts.kind |= 1;
-    if (row.drop_seed_at_zero) { // a seed that is not dropped: each is served alone
-        const auto seed = member(list, "seed"), temperature = member(list, "temperature");
-        if (seed && *seed != "null" && temperature &&
-            std::strtod(std::string(*temperature).c_str(), nullptr) != 0)
-            parts.kind |= 2;
+    if (has_processors(list)) parts.unusual |= 1;
+    if (const auto seed = member(list, "seed"); seed && *seed != "null") {
+        const auto temperature = member(list, "temperature");
+        if (!row.drop_seed_at_zero ||
+            (temperature && std::strtod(std::string(*temperature).c_str(), nullptr) != 0))
+            parts.unusual |= 2;
     }
+    if (!row.processors_mix) parts.kind |= parts.unusual & 1;
+    if (row.drop_seed_at_zero) parts.kind |= parts.unusual & 2; // each is served alone
     parts.streamed = streamed(list, row);
     const auto tools = member(list, "tools");
-    parts.calls = tools && *tools != "null" && *tools != "[]";
     const auto add = [&](std::optional<std::string_view> text) {
         if (text && *text != "null") parts.segments.push_back(*text);
     };
@@ -347,12 +348,16 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
             const bool system = role == "system" || role == "developer";
             if (system) add(message);
             if (!row.tools_before_system) add(tools);
-            parts.front = parts.bytes();
+            if (role == "system") parts.front = parts.bytes();
             if (!system) add(message);
         } else {
             add(message);
         }
     }
+    // mlx_lm.server looks for the end of the system prompt only where a user has spoken last.
+    if (parts.front > 0 && row.padding_tokens > 0 &&
+        from_json_string(first_member(messages.back(), "role").value_or("")) != "user")
+        parts.front = 0;
     return parts;
 }
 

@@ -48,6 +48,10 @@ std::unique_ptr<AnswerReader> make_openai_reader(bool chat);
 /// For /v1/messages. `input_is_total`: see BackendRow.
 std::unique_ptr<AnswerReader> make_anthropic_reader(bool input_is_total);
 
+/// Whether a comment in a stream says that the whole prompt is computed: mlx_lm.server counts its
+/// tokens, ": keepalive 2048/2049", of which the last one is the first step of decoding.
+bool prompt_computed(std::string_view comment);
+
 /// A status that is not 2xx: the class and the server's words.
 void read_rejection(int status, std::string body, Response& response);
 

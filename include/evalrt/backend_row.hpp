@@ -88,8 +88,7 @@ struct BackendRow {
     unsigned shared_tokens = 64; ///< a shared prefix shorter than this is not worth a leader
     /// Not 0: it pads the prompts that it prefills together to the longest of them, first the
     /// system blocks and then the rest: those of like length go together. What is added to those
-    /// without text yet may come to 1/10 of their cold tokens and this many; to 3/10 where a tool
-    /// may be called.
+    /// without text yet may come to 1/10 of their cold tokens and this many.
     unsigned padding_tokens = 0;
     unsigned leaders = 0;          ///< shared prefixes being filled at once; 0: any number
     unsigned sessions = 0;         ///< conversations that its cache holds at once; 0: any number

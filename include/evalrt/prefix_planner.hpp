@@ -31,9 +31,10 @@ struct Prompt {
     std::string session{};                     ///< turns of one conversation share it; empty: none
     int turn = 0;
     bool streamed = true; ///< its first text will be seen before its end
-    /// It may bring none until then all the same: a call of a tool is shown when it is whole.
-    bool calls = false;
-    unsigned kind = 0; ///< where kinds do not go together: which; a RadixPlanner does not ask
+    unsigned kind = 0;    ///< where kinds do not go together: which; a RadixPlanner does not ask
+    /// What it has that keeps some servers from batching: 1 a penalty or logit_bias, 2 a seed. No
+    /// planner asks.
+    unsigned unusual = 0;
     std::uint32_t client = 0; ///< whose it is: those of several go by turns
     /// Of the bytes, those of the system prompt and the tools, if they come first. A server that
     /// pads computes them in a step of their own.
@@ -105,7 +106,7 @@ private:
 class PrefixPlanner {
 public:
     enum class Stage {
-        first_text, ///< its first token is there
+        first_text, ///< its first token is there, or known to come next
         done,       ///< it has ended, and the server has had time to store its prefix
         failed,     ///< it has ended otherwise; it may be added again
     };
@@ -195,6 +196,9 @@ public:
         std::chrono::seconds patience{60}; ///< nobody waits longer for one leader, or its place
         bool in_order = false;             ///< as they arrive: only the figures are the tree's
         unsigned sessions = 0;             ///< begun and not ended, at most; 0: any number
+        /// Requests after which what is held back so as not to be padded finds the prefix no more
+        /// that it shares with an earlier one; 0: any number.
+        unsigned kept = 0;
         std::size_t cache_bytes = 0;   ///< prompts and answers that the server holds; 0: not known
         std::size_t remembered = 4096; ///< prompts that have ended, to say what may be cached
         /// Requests that may go before one that came earlier, and twice as many as waited at once:
@@ -219,7 +223,6 @@ public:
         const auto most = prompt.output_tokens.value_or(0);
         entry = {&node, bytes, predicted(node, most), most, ++arrivals_};
         entry.streamed = prompt.streamed;
-        entry.calls = prompt.calls;
         entry.client = prompt.client;
         entry.front = std::min(prompt.front, bytes);
         if (prompt.session.empty() || options_.in_order) return enqueue(id, entry);
@@ -237,9 +240,7 @@ public:
         holds_ = {};
         passed_ = 0;
         while (!expected_.empty() && expected_.begin()->first <= now) end_silent();
-        if (taken_ && now >= taken_until_) taken_ = false;
         if (root_.waiting == 0) return {};
-        if (taken_) wake_ = std::min(wake_, taken_until_);
         auto found = overtaken(now);
         std::string_view why = options_.in_order ? "arrival" : "overtaken";
         if (!found.node) {
@@ -288,8 +289,6 @@ public:
         if (entry.filling) {
             entry.filling = false;
             filling_.erase(std::find(filling_.begin(), filling_.end(), entry.cold));
-            taken_ = !entry.calls && !filling_.empty();
-            taken_until_ = now + 16 * (now - entry.sent) + std::chrono::milliseconds(100);
         }
         if (!ended) return;
         --running_;
@@ -401,7 +400,7 @@ private:
         std::uint64_t arrival = std::numeric_limits<std::uint64_t>::max(); // the first ever
         RequestId leader = 0;                             // who is filling the cache with it
         RequestId shown_by = 0;                           // who has
-        Point since{};                                    // of the leader's sending
+        std::uint64_t last_sent = 0;                      // sends_ at the last one through here
         std::uint32_t waiting = 0, running = 0, live = 0; // here and below; live: all, held too
         std::uint32_t kids = 0;                           // all there are
         std::uintptr_t kids_xor = 0;                      // of their addresses: the last one's
@@ -539,7 +538,7 @@ private:
         int turn = 0;
         std::uint32_t followers = 0; // that wait for it, as a leader
         std::uint32_t client = 0;
-        bool streamed = true, calls = false;
+        bool streamed = true;
         bool filling = false; // it runs, and what is cold is being prefilled
     };
     struct Client {
@@ -572,6 +571,7 @@ private:
                mixed(w[4] ^ 0x1d8e4e27c47d124fu, w[5] ^ 0xeb44accab455d165u) ^
                mixed(w[6] ^ 0x2f9be6cc39a1d7d1u, w[7] ^ 0x9f8d0f3b5a6c7e43u);
     }
+
     // Long prompts are read from memory, whose own looking ahead ends at each page.
     static constexpr std::size_t reach = 1024;
     static void ahead([[maybe_unused]] const char* text) {
@@ -579,7 +579,6 @@ private:
         __builtin_prefetch(text);
 #endif
     }
-
 
     // The prompt's blocks, into path_. Its bytes.
     std::size_t read(const Prompt& prompt) {
@@ -623,8 +622,8 @@ private:
         path_.front() = out[-1];
         out = path_.data() + 1;
         for (const auto segment : prompt.segments) take(segment);
-        path_end_ = out;
         close(2 * block);
+        path_end_ = out;
         return bytes;
     }
 
@@ -692,7 +691,7 @@ private:
         upper.several = lower.several;
         upper.client = lower.client;
         upper.leader = lower.leader; // who fills the longer prefix fills this one
-        upper.since = lower.since;
+        upper.last_sent = lower.last_sent;
         upper.shown_by = lower.shown_by;
         upper.output = lower.output;
         if (lower.waiting > 0) {
@@ -980,12 +979,22 @@ private:
             }
             if (!slots) break;
         }
+        if (!any && fades(node)) passed_ = look_ahead;
         return {};
+    }
+
+    // The server has it, what waits below is held back so as not to be padded, and soon others will
+    // have pushed it out.
+    bool fades(const Node& node) const {
+        return options_.kept > 0 && holds_ == "padding" && node.warm && node.waiting > 0 &&
+               node.parent && own_bytes(node) >= options_.shared_bytes &&
+               sends_ - node.last_sent >= options_.kept;
     }
 
     // Until when what waits below is held back, if nothing happens before.
     Point held(const Node& node) const {
-        if (node.leader && worth_sharing(node)) return node.since + options_.patience;
+        if (node.leader && worth_sharing(node))
+            return entries_.at(node.leader).sent + options_.patience;
         const auto places = options_.leaders;
         if (places > 0 && leading_.size() >= places && begins(node))
             return std::prev(leading_.end(), places)->first + options_.patience;
@@ -1066,10 +1075,9 @@ private:
     }
 
     // A prefill batch takes as long as if each of its prompts were its longest: those of like
-    // length go together, and the next ones when all of these have their first text.
+    // length go together.
     bool pads(const Node& leaf, const Entry& entry) const {
         if (options_.padding_bytes == 0 || options_.in_order || filling_.empty()) return false;
-        if (taken_ && !entry.goes_on) return true;
         auto most = cold(leaf, entry);
         auto sum = most.first + most.second;
         std::size_t twice = most.second > 0;
@@ -1080,9 +1088,7 @@ private:
         }
         const auto padded = most.first * (filling_.size() + 1) + most.second * twice;
         // What goes on is short, and its prompt leaves the cache before long.
-        // Whose text does not show holds a place until its end: to wait for it costs more.
-        return padded > sum + sum / 10 * (entry.calls ? 3 : 1) +
-                            (entry.goes_on ? 2 : 1) * options_.padding_bytes;
+        return padded > sum + sum / 10 + (entry.goes_on ? 2 : 1) * options_.padding_bytes;
     }
     // Those who wait for a leader need places when it has filled the cache: soon others push it
     // out.
@@ -1129,10 +1135,10 @@ private:
                    : *pick.expected_bytes >= std::max(options_.shared_bytes, block) ? "follower"
                                                                                     : "alone";
         for (Node* it = &leaf; it; it = it->parent) {
+            it->last_sent = sends_;
             if (shown_at_once()) it->warm = true;
             if (it->warm || it->leader) continue;
             it->leader = id;
-            it->since = now;
         }
         sends_ += entry.goes_on == 0; // who goes on overtakes nobody
         dequeue(id, entry, true);
@@ -1214,9 +1220,7 @@ private:
     std::unordered_map<std::string, Session> sessions_;            // that have not ended
     std::vector<Cold> filling_;                                    // of those without text
     std::size_t room_ = std::numeric_limits<std::uint32_t>::max(); // places that are free
-    bool taken_ = false;  // some of them have their text: the others are computed by now
-    Point taken_until_{}; // and if not, then no longer than this: one may hide its text
-    std::set<std::pair<std::uint64_t, RequestId>> continuing_; // waiting turns of open sessions
+    std::set<std::pair<std::uint64_t, RequestId>> continuing_;     // waiting turns of open sessions
     std::vector<Node*> slots_;                // what free ones hold, the oldest first
     double seen_bytes_ = 0, seen_tokens_ = 0; // of the prompts that were answered
     std::set<const Session*> open_;

@@ -82,6 +82,8 @@ struct Request {
     unsigned server = 0;  ///< of several that are alike, which; set by the scheduler
     std::uint64_t id = 0; ///< its number in the scheduler; set by that
     std::size_t shared_bytes = 0; ///< of its prompt that others have, too; set by the scheduler
+    /// Called when the server says that it has computed the prompt; set by the scheduler.
+    std::function<void()> on_computed{};
 };
 
 /// Token counts as the server reported them. Nothing reported is nothing, never zero.

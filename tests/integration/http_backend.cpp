@@ -578,6 +578,25 @@ TEST_CASE("an answer is the same wherever its bytes are cut") {
     }
 }
 
+TEST_CASE("a stream's word that the prompt is computed is handed on, once") {
+    const auto told = [](const std::string& comments) {
+        FakeServer server(
+            {{expect(),
+              reply(open_stream({comments, delta("Grüße"), finish, usage, done}) + chunk(""))}});
+        Client client(server.url());
+        auto request = chat(true);
+        std::string seen;
+        request.on_computed = [&] { seen += '!'; };
+        const auto result = client.ask(request, [&](std::string_view piece) { seen += piece; });
+        check_answered(result);
+        CHECK(result.pieces == std::vector<std::string>{"Grüße"});
+        return seen;
+    };
+    CHECK(told(": keepalive 200/1001\n\n: keepalive 1000/1001\n\n: keepalive 1001/1001\n\n") ==
+          "!Grüße");
+    CHECK(told(": keepalive 200/1001\n\n: ping\n\n") == "Grüße");
+}
+
 TEST_CASE("pieces of text reach on_text as they come, in order and once") {
     Script script{expect(), reply(open_stream({delta("p0")}))};
     std::vector<std::string> expected{"p0"};

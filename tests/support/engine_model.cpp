@@ -262,7 +262,7 @@ public:
                 ++it;
                 continue;
             }
-            events.push_back({it->id, true});
+            events.push_back({it->id, EngineEvent::done});
             const auto all = it->first(it->job->tokens.size() - 1);
             if (config_.commit > 0)
                 stored_.emplace_back(now + seconds + config_.commit,
@@ -331,8 +331,9 @@ private:
 /// mlx_lm.server (mlx-lm 0.32, server.py, generate.py, models/cache.py): ten whole token strings,
 /// of which the oldest of a kind goes (a hit does not refresh it) and the prefixes of a longer one
 /// go with its insertion; looked up when a request leaves the queue, which is looked at every half
-/// second; stored at the end of the system block, before the last token, and at the end. Prompts
-/// are computed eight at a time, padded to the longest.
+/// second; stored at the end of the system block (if a user has spoken last), before the last
+/// token, and at the end. Prompts are computed eight at a time, padded to the longest; comments in
+/// the stream say when. Text shows token by token, but for that of a call of a tool.
 class Mlx final : public EngineModel {
 public:
     explicit Mlx(const EngineConfig& config) : config_(config) {}
@@ -366,7 +367,7 @@ public:
             seconds += pass(decoding_.size(), decoding_);
             for (auto& run : decoding_) {
                 ++run.generated;
-                events.push_back({run.id});
+                events.push_back(token(run));
             }
             finish(events);
         }
@@ -392,12 +393,13 @@ public:
                 for (auto& run : ready) {
                     run.computed = run.job->prompt;
                     run.generated = 1;
-                    events.push_back({run.id});
+                    events.push_back({run.id, EngineEvent::computed});
+                    events.push_back(token(run));
                     decoding_.push_back(std::move(run));
                 }
                 finish(events);
             }
-            if (!prompts_.empty()) seconds += prefill();
+            if (!prompts_.empty()) seconds += prefill(events);
         }
         return seconds > 0 ? seconds : 1e-3;
     }
@@ -426,7 +428,12 @@ private:
         unprocessed_.push_back(std::move(run));
     }
 
-    double prefill() {
+    // A call of a tool is shown when it is whole.
+    static EngineEvent token(const Run& run) {
+        return {run.id, EngineEvent::token, run.job->calls_tools};
+    }
+
+    double prefill(std::vector<EngineEvent>& events) {
         std::size_t longest = 0;
         const auto part = [&](const Run& run) {
             return std::min(run.ends.front() - run.computed, config_.budget);
@@ -442,9 +449,10 @@ private:
             if (run.computed < run.ends.front()) continue;
             run.ends.pop_front();
             const bool whole = run.computed + 1 == run.job->prompt;
-            insert(run.first(run.computed), !whole                ? system
-                                            : run.job->system > 0 ? user
-                                                                  : assistant);
+            insert(run.first(run.computed), !whole               ? system
+                                            : run.job->user_last ? user
+                                                                 : assistant);
+            if (whole) events.push_back({run.id, EngineEvent::computed});
         }
         return config_.hardware.step(padded, 0, 0);
     }
@@ -455,7 +463,7 @@ private:
                 ++it;
                 continue;
             }
-            events.push_back({it->id, true});
+            events.push_back({it->id, EngineEvent::done});
             insert(it->first(it->job->tokens.size() - 1), assistant);
             it = decoding_.erase(it);
         }
@@ -537,7 +545,7 @@ public:
             ++run.generated;
             events.push_back({run.id});
             if (!run.ended()) continue;
-            events.push_back({run.id, true});
+            events.push_back({run.id, EngineEvent::done});
             const auto all = run.first(run.job->tokens.size() - 1);
             slot.tokens.assign(all.begin(), all.end());
             slot.used = ++clock_;

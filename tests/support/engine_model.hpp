@@ -21,9 +21,11 @@ void tokenize(std::string_view text, Tokens& out);
 
 /// What is asked, and what will be answered.
 struct Job {
-    Tokens tokens;          ///< the prompt and then the answer, which has one at least
-    std::size_t prompt = 0; ///< how many of them are the prompt's
-    std::size_t system = 0; ///< and the system block's, in front
+    Tokens tokens;            ///< the prompt and then the answer, which has one at least
+    std::size_t prompt = 0;   ///< how many of them are the prompt's
+    std::size_t system = 0;   ///< and the system block's, in front, if a server finds its end
+    bool user_last = true;    ///< the last message is a user's
+    bool calls_tools = false; ///< the answer
 
     std::size_t output() const { return tokens.size() - prompt; }
 };
@@ -58,8 +60,10 @@ struct EngineConfig {
 EngineConfig engine_config(std::string_view name);
 
 struct EngineEvent {
+    enum What { token, done, computed };
     std::uint64_t id = 0;
-    bool done = false; ///< else: one more token
+    What what = token;   ///< computed: the server says so of the prompt
+    bool hidden = false; ///< the token is not shown before the end
 };
 
 class EngineModel {

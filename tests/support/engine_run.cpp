@@ -68,7 +68,7 @@ Job render(std::string_view body, std::string_view answer) {
     const json::array none;
     const auto& messages = list && list->is_array() ? list->get_array() : none;
     if (!list) say(string_at(object, "prompt"));
-    bool in_system = true;
+    bool in_system = true, system = false;
     const auto end_system = [&] {
         if (!in_system) return;
         in_system = false;
@@ -81,21 +81,25 @@ Job render(std::string_view body, std::string_view answer) {
             say("\n</tools>");
         }
         say("<|im_end|>\n");
-        job.system = job.tokens.size();
     };
     if (list) say("<|im_start|>system\n");
     for (const auto& it : messages) {
         const auto& message = it.as_object();
         const auto role = string_at(message, "role");
         const auto* content = message.if_contains("content");
+        job.user_last = role == "user";
         if (role == "system") {
+            system = true;
             if (content) say(text_of(*content));
             continue;
         }
+        const bool first = in_system;
         end_system();
         say("<|im_start|>");
         say(role);
         say("\n");
+        // Two prompts are the same up to where the first one speaks; that is what is looked for.
+        if (first && system) job.system = job.tokens.size();
         if (content) say(text_of(*content));
         say("<|im_end|>\n");
     }
@@ -103,8 +107,11 @@ Job render(std::string_view body, std::string_view answer) {
         end_system();
         say("<|im_start|>assistant\n");
     }
+    if (!list) job.user_last = false;
+    if (!job.user_last) job.system = 0;
     job.prompt = std::max<std::size_t>(job.tokens.size(), 1);
     job.tokens.resize(job.prompt);
+    job.calls_tools = tools && answer.starts_with("[{\"name\"");
     say(answer);
     if (job.output() == 0) job.tokens.push_back(0);
     return job;
@@ -226,11 +233,11 @@ RunResult run(const Suite& suite, const EngineConfig& config, const BackendRow& 
         now += engine->step(now, events);
         for (const auto& event : events) {
             const auto i = std::size_t(event.id) - 1;
-            if (!event.done) {
-                core.text(event.id, point(now));
-                continue;
-            }
+            if (event.what == EngineEvent::computed) core.computed(event.id, point(now));
+            if (event.what == EngineEvent::token && !event.hidden) core.text(event.id, point(now));
+            if (event.what != EngineEvent::done) continue;
             const auto& turn = turns[i];
+            if (turn.job.calls_tools && config.kind == "mlx") core.text(event.id, point(now));
             Response response;
             response.body = "{}";
             response.usage = {std::int64_t(turn.job.prompt), std::int64_t(engine->cached(event.id)),

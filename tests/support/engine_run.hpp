@@ -32,6 +32,7 @@ Job render(std::string_view body, std::string_view answer);
 
 /// JSON lines: {"body": {...}, "answer": "...", "session": "...", "turn": n}; session and turn may
 /// be missing. In place of the answer "output_tokens"; "tokens": the prompt's, as a model has them.
+/// An answer that begins with [{"name" calls tools, if there are some.
 Suite read_suite(std::istream& in);
 
 /// What production knows of that engine.

@@ -48,8 +48,8 @@ public:
         Asked(asio::any_io_executor executor, std::uint64_t named) : id(named), changed(executor) {}
         std::uint64_t id;
         Job job;
-        std::size_t tokens = 0;
-        bool done = false;
+        std::size_t tokens = 0, shown = 0; // shown: a call of a tool only when it is whole
+        bool done = false, computed = false;
         asio::steady_timer changed;
     };
 
@@ -91,12 +91,13 @@ private:
             for (const auto& event : *events) {
                 const auto it = asked_.find(event.id);
                 if (it == asked_.end()) continue;
-                if (event.done)
-                    it->second->done = true;
-                else
-                    ++it->second->tokens;
-                it->second->changed.cancel();
-                if (event.done) asked_.erase(it);
+                auto& asked = *it->second;
+                asked.computed |= event.what == EngineEvent::computed;
+                asked.done = event.what == EngineEvent::done;
+                asked.tokens += event.what == EngineEvent::token;
+                if (asked.done || !event.hidden) asked.shown = asked.tokens;
+                asked.changed.cancel();
+                if (asked.done) asked_.erase(it);
             }
             for (const auto& asked : std::exchange(left_, {})) engine_->cancel(asked->id);
             last_ = Clock::now();
@@ -173,6 +174,8 @@ struct Server {
         job.tokens.resize(job.prompt);
         for (std::size_t i = 0; i < length; ++i)
             job.tokens.push_back(h + std::uint32_t(i) * 2654435761u);
+        if (const auto* tools = body.if_contains("tools"))
+            job.calls_tools = tools->is_array() && !tools->as_array().empty();
         const auto id = ++last_id;
         const auto asked = player.ask(id, std::move(job));
         const auto* streamed = body.if_contains("stream");
@@ -192,15 +195,20 @@ struct Server {
         };
         std::string text;
         std::size_t told = 0;
-        bool head = false;
+        bool head = false, told_computed = false;
         while (true) {
             std::string out;
-            if (stream && told < asked->tokens && !std::exchange(head, true))
+            const bool computed = stream && asked->computed && !told_computed;
+            if (stream && (computed || told < asked->shown) && !std::exchange(head, true))
                 out = fmt::format("HTTP/1.{} 200 OK\r\nContent-Type: text/event-stream\r\n{}\r\n",
                                   keeps() ? 1 : 0,
                                   keeps() ? "Transfer-Encoding: chunked\r\n"
                                           : "Connection: close\r\n");
-            for (; told < asked->tokens; ++told) {
+            if (computed) {
+                told_computed = true;
+                out += framed(fmt::format(": keepalive {0}/{0}\n\n", asked->job.prompt));
+            }
+            for (; told < asked->shown; ++told) {
                 const auto word = fmt::format("w{} ", told);
                 if (stream)
                     out += framed(
@@ -233,9 +241,10 @@ struct Server {
                     player.give_up(id);
                     co_return false;
                 }
-                if (told < asked->tokens) continue; // more came meanwhile
+                if (told < asked->shown || (stream && asked->computed && !told_computed))
+                    continue; // more came meanwhile
             }
-            if (asked->done && told == asked->tokens && !out.empty()) co_return true;
+            if (asked->done && told == asked->shown && !out.empty()) co_return true;
             if (asked->done) continue;
             asked->changed.expires_at(Clock::time_point::max());
             co_await asked->changed.async_wait(token);

@@ -195,6 +195,50 @@ TEST_CASE("mlx_lm.server keeps ten prompts, and a hit keeps none the longer") {
     CHECK(again(0) == 0); // the eleventh has put it out
 }
 
+TEST_CASE(
+    "mlx_lm.server says when a prompt is computed, and shows no call of a tool before its end") {
+    for (const bool calls : {false, true}) {
+        const auto engine = make_engine(engine_config("mlx"));
+        auto a = job(sequence(1, 200), 4);
+        a.calls_tools = calls;
+        engine->submit(1, a);
+        std::vector<EngineEvent> events;
+        for (double now = 0; !engine->idle();) now += engine->step(now, events);
+        REQUIRE(events.front().what == EngineEvent::computed);
+        REQUIRE(events.back().what == EngineEvent::done);
+        std::size_t tokens = 0;
+        for (const auto& event : events) {
+            if (event.what != EngineEvent::token) continue;
+            ++tokens;
+            CHECK(event.hidden == calls);
+        }
+        CHECK(tokens == 4);
+    }
+}
+
+TEST_CASE(
+    "a prompt as the models have it: where its system block ends, who spoke last, tools called") {
+    const auto prompt = [](const std::string& messages, const std::string& answer = "ok") {
+        return render(R"({"messages": [)" + messages + R"(], "tools": [{"name": "f"}]})", answer);
+    };
+    const std::string system = R"({"role": "system", "content": "be brief"})",
+                      user = R"({"role": "user", "content": "hi"})",
+                      tool = R"({"role": "tool", "content": "1"})";
+    CHECK(prompt(system + "," + user).system > 0);
+    CHECK(prompt(system + "," + user).user_last);
+    CHECK(prompt(user).system == 0);
+    CHECK(prompt(system + "," + user + "," + tool).system == 0);
+    CHECK_FALSE(prompt(system + "," + user + "," + tool).user_last);
+    CHECK_FALSE(prompt(user).calls_tools);
+    CHECK(prompt(user, R"([{"name": "f", "arguments": {}}])").calls_tools);
+    // To where the user's own words begin.
+    const auto one = prompt(system + R"(,{"role": "user", "content": "one"})"),
+               two = prompt(system + R"(,{"role": "user", "content": "two"})");
+    CHECK(std::mismatch(one.tokens.begin(), one.tokens.end(), two.tokens.begin()).first -
+              one.tokens.begin() ==
+          std::ptrdiff_t(one.system));
+}
+
 TEST_CASE("a cancelled request leaves memory and place to the others") {
     for (const auto& name : engines) {
         CAPTURE(name);

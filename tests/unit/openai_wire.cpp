@@ -1560,7 +1560,8 @@ TEST_CASE("a prompt's segments come in the order in which the template renders t
     CHECK(read_prompt(Request(), row_of("mlx-server")).segments.empty());
 }
 
-TEST_CASE("the system prompt and the tools are a prompt's front, if they come first") {
+TEST_CASE(
+    "the system prompt and the tools are a prompt's front, if they come first and a user last") {
     const std::string s = R"({"role":"system","content":"s"})",
                       u = R"({"role":"user","content":"u"})", t = R"([{"f":1}])";
     const auto front = [](std::string_view row, const std::string& messages,
@@ -1573,10 +1574,43 @@ TEST_CASE("the system prompt and the tools are a prompt's front, if they come fi
     for (const char* row : {"mlx-server", "tinygpt"}) {
         CAPTURE(row);
         CHECK(front(row, s + "," + u, t) == s.size() + t.size());
-        CHECK(front(row, u + "," + s, t) == t.size());
+        CHECK(front(row, u + "," + s, t) == 0);
+        CHECK(front(row, u, t) == 0);
         CHECK(front(row, s + "," + u, "null") == s.size());
         CHECK(front(row, u, "null") == 0);
         CHECK(front(row, "", "null") == 0);
+    }
+    const std::string called = s + "," + u + R"(,{"role":"tool","content":"1"})";
+    CHECK(front("mlx-server", called, t) == 0);
+}
+
+TEST_CASE(
+    "what may keep a server from batching is noted of a prompt, and kept apart where it must be") {
+    const auto prompt = [](std::string_view row, const std::string& members) {
+        return read_prompt(request_of("{\"messages\":[]" + members + "}"), row_of(row));
+    };
+    const std::string penalty = R"(,"frequency_penalty":0.5)", seed = R"(,"seed":1)",
+                      warm = R"(,"temperature":0.7)";
+    for (const char* row : {"mlx-server", "openai-url"}) {
+        const bool mlx = std::string_view(row) == "mlx-server";
+        CHECK(prompt(row, "").unusual == 0);
+        CHECK(prompt(row, penalty).unusual == 1);
+        CHECK(prompt(row, seed).unusual == (mlx ? 0 : 2)); // void at temperature 0, and dropped
+        CHECK(prompt(row, seed + warm).unusual == 2);
+        CHECK(prompt(row, penalty + seed + warm).unusual == 3);
+        CHECK(prompt(row, penalty + seed + warm).kind == (mlx ? 3 : 0));
+        CHECK(prompt(row, R"(,"seed":null,"logit_bias":{})" + warm).unusual == 0);
+    }
+}
+
+TEST_CASE("mlx_lm.server says in comments how much of a prompt is computed") {
+    for (const auto* all : {"keepalive 37/37", "keepalive 36/37", "keepalive 0/1"})
+        CHECK(prompt_computed(all));
+    for (const auto* other :
+         {"", "keepalive", "keepalive 35/37", "keepalive 38/37", "keepalive 37/", "keepalive /37",
+          "keepalive 37/37 ", "ping 37/37", "keep-alive", "keepalive -1/0", "keepalive 37"}) {
+        CAPTURE(other);
+        CHECK_FALSE(prompt_computed(other));
     }
 }
 
@@ -1593,10 +1627,6 @@ TEST_CASE("whether a prompt's first text will be seen is whether its body goes o
         }
     }
     CHECK(read_prompt(request_of("{}"), row_of("mlx-server")).streamed);
-    CHECK(read_prompt(request_of(R"({"tools": [{"type": "function"}]})"), row_of("mlx-server"))
-              .calls);
-    for (const auto* none : {"{}", R"({"tools": []})", R"({"tools": null})"})
-        CHECK_FALSE(read_prompt(request_of(none), row_of("mlx-server")).calls);
     CHECK_FALSE(read_prompt(request_of(R"({"logprobs":true})"), row_of("mlx-server")).streamed);
 }
 

@@ -89,7 +89,6 @@ public:
     }
 
     std::optional<Pick> next(Point now) {
-        if (now >= taken_until_) taken_ = false;
         RequestId best = 0;
         for (auto& [id, item] : items_)
             if (!item.running && may_go(item, now) && !pads(item) &&
@@ -116,7 +115,7 @@ public:
         return pick;
     }
 
-    void progressed(RequestId id, Step step, Point now) {
+    void progressed(RequestId id, Step step) {
         auto& item = items_.at(id);
         const bool visible =
             step == Step::done || (step == Step::first_text && options_.release != Release::done);
@@ -125,12 +124,7 @@ public:
             if (mark->leader == id && step == Step::failed) mark->leader = 0;
         }
         if (visible) item.leads = false;
-        taken_ |= item.filling;
-        if (item.filling) taken_until_ = now + 16 * (now - item.sent) + 100ms;
         item.filling = false;
-        if (std::none_of(items_.begin(), items_.end(),
-                         [](const auto& it) { return it.second.running && it.second.filling; }))
-            taken_ = false;
         if (step != Step::first_text) items_.erase(id);
     }
 
@@ -222,8 +216,7 @@ private:
     }
 
     // Those being filled and this one, each as long as the longest of them: the fronts, beside them
-    // the rest of those whose front is there, and then the rest of the others. When one of them has
-    // its text, the others wait for all to have it.
+    // the rest of those whose front is there, and then the rest of the others.
     bool pads(const Item& item) {
         Item mine = item;
         std::size_t depth = 0;
@@ -244,8 +237,7 @@ private:
             if (other.running && other.filling) take(other);
         if (options_.padding_bytes == 0 || count == 0) return false;
         take(mine);
-        return taken_ ||
-               count * longest[0] + second * longest[1] > sum + sum / 10 + options_.padding_bytes;
+        return count * longest[0] + second * longest[1] > sum + sum / 10 + options_.padding_bytes;
     }
 
     bool before(const Item& a, const Item& b) {
@@ -262,8 +254,6 @@ private:
     std::map<std::string, char> names_;
     std::map<std::string, Mark> marks_;
     std::uint64_t arrivals_ = 0;
-    bool taken_ = false;
-    Point taken_until_{};
 };
 
 using Random = std::minstd_rand;
@@ -362,7 +352,7 @@ TEST_CASE("a random life of a planner goes as the naive model says") {
                  case Event::added: model.add(event.id, question); break;
                  case Event::removed: model.remove(event.id); break;
                  case Event::progressed:
-                     model.progressed(event.id, step, now);
+                     model.progressed(event.id, step);
                      promoted += step == Step::failed;
                      break;
                  case Event::later: break;
@@ -939,11 +929,9 @@ TEST_CASE("what is prefilled together is of like length, as far as the server ha
     add(planner, 5, std::string(2800, 'E'));
     CHECK(burst(planner) == Ids{5}); // behind those that do not fit
     planner.progressed(1, Step::first_text, start);
-    add(planner, 6, std::string(2700, 'F'));
-    CHECK(burst(planner).empty()); // the others are computed already
+    CHECK(burst(planner).empty());
     planner.progressed(2, Step::failed, start);
     planner.progressed(5, Step::first_text, start);
-    planner.remove(6);
     CHECK(burst(planner) == Ids{3, 4});
     // A long prompt that is in the cache is a short one.
     add(planner, 7, std::string(3000, 'A') + std::string(60, 'm'));
@@ -967,8 +955,7 @@ TEST_CASE("prompts are alike in what comes first and in what comes after it") {
     CHECK(burst(planner) == Ids{4, 5});
 }
 
-TEST_CASE(
-    "who goes on with a session joins what is being prefilled, even if some have their text") {
+TEST_CASE("who goes on with a session joins what is being prefilled, if it is as long") {
     Options options;
     options.padding_bytes = 100;
     RadixPlanner planner(options);
@@ -983,10 +970,6 @@ TEST_CASE(
     planner.progressed(2, Step::first_text, start);
     add(planner, 21, std::string(150, 'B'));
     CHECK(burst(planner) == Ids{11, 21});
-    planner.progressed(21, Step::first_text, start);
-    add(planner, 22, std::string(100, 'C'));
-    CHECK(burst(planner).empty());
-    CHECK(planner.holds() == "padding");
     planner.progressed(2, Step::done, start);
     CHECK(burst(planner) == Ids{12});
 }
@@ -1130,39 +1113,35 @@ TEST_CASE("who is not streamed says nothing of its prefill, and nobody waits for
     CHECK(burst(planner) == Ids{1, 3, 5}); // their followers wait, as ever
 }
 
-TEST_CASE("a call of a tool shows no text: what waits for it to be alike waits less") {
-    for (const bool calls : {false, true}) {
+TEST_CASE("what shares a prefix is not held back until others have pushed that out of the cache") {
+    for (const unsigned kept : {0u, 3u}) {
         Options options;
         options.padding_bytes = 100;
+        options.shared_bytes = 2 * block;
+        options.kept = kept;
         RadixPlanner planner(options);
-        for (RequestId id = 1; id <= 6; ++id) {
-            const std::string text(4000 - 600 * id, char('a' + id));
-            evalrt::Prompt prompt{"d", {text}, {}};
-            prompt.calls = calls;
-            planner.add(id, prompt);
-        }
-        const auto first = burst(planner);
-        CHECK(first.size() == (calls ? 3 : 2));
-        // When one has ended the next come, without the others' end; but not if text shows when
-        // these have been computed.
-        planner.progressed(first[0], Step::done, start);
-        CHECK(burst(planner).empty() == !calls);
+        const std::string shared(1000, 'S');
+        add(planner, 1, shared + "1", 9);
+        CHECK(burst(planner) == Ids{1});
+        planner.progressed(1, Step::first_text, start);
+        add(planner, 2, shared + std::string(2000, '2'), 9);
+        for (RequestId id = 10; id < 20; ++id)
+            add(planner, id, std::string(100, char('a' + id)), 9);
+        add(planner, 30, std::string(100, 'B'), 10); // before the others
+        add(planner, 31, std::string(100, 'C'), 10);
+        CHECK(planner.next(start)->id == 2);
+        planner.progressed(2, Step::first_text, start);
+        add(planner, 3, shared + std::string(2000, '3'), 9);
+        CHECK(planner.next(start)->id == 3);
+        CHECK_FALSE(planner.next(start));
+        planner.progressed(3, Step::first_text, start);
+        CHECK(planner.next(start)->id == 30);
+        add(planner, 4, shared + std::string(2000, '4'), 9); // too long beside the others
+        CHECK(burst(planner).size() == (kept ? 1 : 11));
+        CHECK(planner.holds() == "padding");
+        for (RequestId id = 10; id < 32; ++id) planner.progressed(id, Step::first_text, start);
+        CHECK(planner.next(start)->id == 4); // once they are computed
     }
-}
-
-TEST_CASE("one whose text does not come holds up the others no longer than prefills take") {
-    Options options;
-    options.padding_bytes = 100;
-    RadixPlanner planner(options);
-    for (RequestId id = 1; id <= 3; ++id) add(planner, id, std::string(400, char('a' + id)));
-    CHECK(burst(planner).size() == 3);
-    planner.progressed(1, Step::first_text, start + 200ms);
-    add(planner, 4, std::string(400, 'z'));
-    CHECK_FALSE(planner.next(start + 200ms));
-    CHECK(planner.holds() == "padding");
-    CHECK(planner.wake() == start + 3500ms); // 16 times as long, and a little
-    CHECK_FALSE(planner.next(start + 3499ms));
-    CHECK(planner.next(start + 3500ms)->id == 4);
 }
 
 TEST_CASE("nobody is overtaken for ever by those who come later and share more") {

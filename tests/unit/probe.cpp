@@ -57,13 +57,14 @@ ProbeResult probe(const EngineConfig& config, bool reports = true) {
             events.clear();
             now += engine->step(now, events);
             for (const auto& event : events) {
+                if (event.what == EngineEvent::computed) continue;
                 const auto i =
                     std::size_t(std::find(ids.begin(), ids.end(), event.id) - ids.begin());
                 auto& it = seen.at(i);
                 if (it.first_text == 0) it.first_text = now - sent[i];
                 if (step->follow)
                     for (auto& at : sent) at = std::min(at, now);
-                if (!event.done) continue;
+                if (event.what != EngineEvent::done) continue;
                 ++done;
                 it.answered = true;
                 it.total = now - sent[i];

@@ -502,6 +502,19 @@ TEST_CASE("text wakes up those who wait for their leader") {
     setup.run_out();
 }
 
+TEST_CASE("so does the server's word that the leader's prompt is computed") {
+    Setup setup(in_flight(3), std::make_unique<RadixPlanner>());
+    for (const auto* content : {"one", "two", "three"})
+        setup.ask(chat(content, std::string(400, 's')));
+    setup.run();
+    REQUIRE(setup.server.calls == 1);
+    setup.server.pending.at(0).request.on_computed();
+    setup.run();
+    CHECK(setup.server.calls == 3);
+    for (int call = 0; call < 3; ++call) setup.server.end(call);
+    setup.run_out();
+}
+
 TEST_CASE("close ends what waits and what comes, with its reason; what runs ends by itself") {
     Setup setup(in_flight(1));
     auto& running = setup.ask();
@@ -728,7 +741,8 @@ TEST_CASE("the times of an answer count from submission and from sending") {
     setup.ask();
     auto& second = setup.ask();
     setup.run();
-    while (evalrt::Clock::now() - before < 2ms) {}
+    const auto asked = evalrt::Clock::now();
+    while (evalrt::Clock::now() - asked < 2ms) {}
     setup.server.end(0);
     setup.run();
     auto response = answer("yes");

@@ -443,6 +443,38 @@ TEST_CASE("a batch that the planner held back is completed when it lets go") {
     CHECK(queue.next() == Ids{2, 3, 4});
 }
 
+TEST_CASE("a prompt that is said to be computed needs no text for others to follow") {
+    Queue queue(in_flight(3), radix(Release::first_text));
+    for (const RequestId id : {1, 2, 3}) queue.submit(id, header + std::to_string(id));
+    CHECK(queue.next() == Ids{1});
+    queue.core.computed(1, start);
+    CHECK(queue.next() == Ids{2, 3});
+    CHECK(queue.core.stats(start).pieces == 0);
+    queue.core.computed(1, start); // once more, as a retried one of several choices is
+    queue.core.text(1, start);
+    CHECK(queue.core.stats(start).pieces == 1);
+    queue.core.computed(99, start); // nobody's
+    for (const RequestId id : {1, 2, 3}) queue.answer(id);
+    queue.core.computed(1, start); // too late
+    CHECK(queue.core.running() == 0);
+}
+
+TEST_CASE(
+    "where a call of a tool is shown only when it is whole, pieces tell no rate of decoding") {
+    for (const bool calls : {false, true}) {
+        Queue queue(in_flight(2));
+        queue.submit(1, 1);
+        CHECK(queue.next() == Ids{1});
+        Point now = start;
+        queue.core.computed(1, now += 1s);
+        for (int i = 0; i < 40; ++i) queue.core.text(1, now += 100ms);
+        Response response;
+        response.usage = {100, 0, calls ? 300 : 40};
+        queue.core.ended(1, response, false, now);
+        CHECK((queue.core.stats(now).decode_rate > 0) == !calls);
+    }
+}
+
 TEST_CASE("a server whose texts come one after the other does not batch") {
     using Millis = evalrt::Timing::Millis;
     const auto run = [](unsigned limit, int together, std::int64_t tokens,
@@ -1164,29 +1196,40 @@ TEST_CASE("the best rates of a run are those of a burst and of a second without 
     const auto a = rates.sent(now);
     const auto b = rates.sent(now += 100ms);
     CHECK(a == b);
-    rates.first_text(now += 400ms);
-    rates.first_text(now += 500ms); // 1 s after the first was sent
+    const auto first_text = [](evalrt::detail::Rates& of, Point at) {
+        of.computed(at);
+        of.first_text(at);
+    };
+    first_text(rates, now += 400ms);
+    first_text(rates, now += 500ms); // 1 s after the first was sent
     for (int i = 0; i < 60; ++i) rates.text(now += 50ms);
     CHECK(std::abs(rates.decode() - 20) < 1.5);
-    rates.ended(a, true, 300, now);
+    rates.ended(a, true, true, 300, now);
     CHECK(rates.prefill() == 0); // the other one's tokens are not known yet
-    rates.ended(b, true, 700, now);
+    rates.ended(b, true, true, 700, now);
     CHECK(rates.prefill() == 1000);
     const auto c = rates.sent(now);
-    rates.first_text(now += 1ms);
-    rates.ended(c, true, 10, now); // too short to tell
+    first_text(rates, now += 1ms);
+    rates.ended(c, true, true, 10, now); // too short to tell
     const auto d = rates.sent(now);
-    rates.ended(d, false, {}, now += 1ms); // failed
+    rates.ended(d, false, false, {}, now += 1ms); // failed
     const auto e = rates.sent(now);
-    rates.first_text(now += 1s);
-    rates.ended(e, true, 500, now);
+    first_text(rates, now += 1s);
+    rates.ended(e, true, true, 500, now);
     CHECK(rates.prefill() == 1000);
     CHECK(rates.pieces() == 64);
+    // A call of a tool: computed after a second, its one text comes at its end.
+    const auto f = rates.sent(now);
+    rates.computed(now += 1s);
+    rates.first_text(now += 9s);
+    rates.ended(f, true, true, 2000, now);
+    CHECK(rates.prefill() == 2000);
+    CHECK(std::abs(rates.decode() - 20) < 1.5);
     for (int i = 0; i < 5; ++i) rates.text(now += 3s); // slow: nothing better than before
     CHECK(std::abs(rates.decode() - 20) < 1.5);
     evalrt::detail::Rates slow;
     slow.sent(now);
-    slow.first_text(now);
+    first_text(slow, now);
     for (int i = 0; i < 20; ++i) slow.text(now += 500ms);
     CHECK(std::abs(slow.decode() - 2) < 0.2);
 }

@@ -123,6 +123,19 @@ TEST_CASE("a byte order mark counts at the very beginning only") {
                  "data: a\n\n") == Events{});
 }
 
+TEST_CASE("comments are handed on, but for one that the end cuts off") {
+    every_cut(": keepalive 0/37\n\ndata: a\n:b\r\n: keepalive 37/37\ndata: b\n\n: no end",
+              [](const Pieces& pieces) {
+                  SseParser parser;
+                  std::string comments;
+                  for (const auto piece : pieces)
+                      parser.feed(
+                          piece, [](const SseEvent&) {},
+                          [&](std::string_view text) { comments += std::string(text) + '|'; });
+                  REQUIRE(comments == "keepalive 0/37|b|keepalive 37/37|");
+              });
+}
+
 TEST_CASE("comments are no events and part none") {
     CHECK(events(":\n\n") == Events{});
     CHECK(events(": ping\n\n:\r\n\r\n") == Events{});

@@ -86,6 +86,15 @@ public:
         return pick;
     }
 
+    /// The server says that it has computed a running request's prompt. Its text may not come
+    /// before its end, as that of a call of a tool.
+    void computed(RequestId id, Point now) {
+        const auto it = items_.find(id);
+        if (it == items_.end() || it->second.state != State::running) return;
+        it->second.told = true;
+        prompt_computed(id, it->second, now);
+    }
+
     /// A piece of a running request's answer, about a token, has arrived.
     void text(RequestId id, Point now) {
         const auto it = items_.find(id);
@@ -94,14 +103,14 @@ public:
         auto& server = servers_[it->second.server];
         server.limiter.tokens(1, server.running >= server.limiter.limit() && waiting_ > 0, now);
         ++server.pieces;
+        ++it->second.pieces;
         server.together += server.with_text > 1;
         if (it->second.has_text) return rates_.text(now);
+        prompt_computed(id, it->second, now);
         rates_.first_text(now);
-        server.limiter.first_text(now);
         server.breaker.alive();
         it->second.has_text = true;
         ++server.with_text;
-        planner_.progressed(id, PrefixPlanner::Stage::first_text, now);
     }
 
     /// A running request has ended. False: not for good, next() will name it again.
@@ -116,7 +125,11 @@ public:
         server.refilling = false;
         const bool had_text = std::exchange(item.has_text, false);
         if (had_text) --server.with_text;
-        rates_.ended(item.burst, had_text, cold_tokens(item, response), now);
+        rates_.ended(item.burst, std::exchange(item.computed, false), had_text,
+                     cold_tokens(item, response), now);
+        const bool told = std::exchange(item.told, false);
+        const auto pieces = std::exchange(item.pieces, 0);
+        if (told && response.usage.completion_tokens.value_or(0) > 2 * pieces + 8) rates_.hides();
         const bool alone = std::exchange(item.alone, false);
         alone_ = alone_ && !alone;
         const bool lost = std::exchange(item.lost, false);
@@ -347,6 +360,9 @@ private:
         Prompt prompt;         // to wait once more after a failure
         double cold_share = 1; // of its prompt
         Rates::Burst burst = 0;
+        std::int64_t pieces = 0; // of the text that the attempt has brought
+        bool computed = false;   // its prompt
+        bool told = false;       // by the server
         bool has_text = false;
         unsigned server = 0; // that it runs on
         bool lost = false;   // the server has died under the attempt that runs
@@ -378,6 +394,13 @@ private:
         const auto& timing = response.timing;
         return response.usage.completion_tokens.value_or(0) >= several && timing.first_text &&
                timing.last_text && (*timing.last_text - *timing.first_text) * 64 >= timing.total;
+    }
+
+    void prompt_computed(RequestId id, Item& item, Point now) {
+        if (std::exchange(item.computed, true)) return;
+        rates_.computed(now);
+        servers_[item.server].limiter.first_text(now);
+        planner_.progressed(id, PrefixPlanner::Stage::first_text, now);
     }
 
     static unsigned allowed(const Server& it, Point now) {

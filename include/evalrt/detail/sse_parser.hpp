@@ -18,12 +18,16 @@ struct SseEvent {
 /// the last one. The result does not depend on how the bytes are cut.
 class SseParser {
 public:
+    struct NoComments {
+        void operator()(std::string_view) const {}
+    };
+
     explicit SseParser(std::size_t event_limit = 8 << 20) : limit_(event_limit) {}
 
-    /// Calls on_event(SseEvent) for each event that ends in these bytes. False: an event is over
-    /// the limit and the stream is of no further use.
-    template <class F>
-    bool feed(std::string_view bytes, F&& on_event) {
+    /// Calls on_event(SseEvent) for each event that ends in these bytes, on_comment(text) for each
+    /// comment. False: an event is over the limit and the stream is of no further use.
+    template <class F, class C = NoComments>
+    bool feed(std::string_view bytes, F&& on_event, C&& on_comment = C()) {
         const char* p = bytes.data();
         const char* const end = p + bytes.size();
         const char* lf = nullptr; // the first at or after p; end: none
@@ -44,10 +48,10 @@ public:
             skip_lf_ = *line_end == '\r';
             p = line_end + 1;
             if (line_.empty()) {
-                line(piece, on_event);
+                line(piece, on_event, on_comment);
             } else {
                 line_.append(piece);
-                line(line_, on_event);
+                line(line_, on_event, on_comment);
                 line_.clear();
             }
         }
@@ -58,7 +62,7 @@ public:
     template <class F>
     void finish(F&& on_event) {
         if (!line_.empty()) {
-            line(line_, on_event);
+            line(line_, on_event, NoComments());
             line_.clear();
         }
         dispatch(on_event);
@@ -70,8 +74,8 @@ private:
         return found ? static_cast<const char*>(found) : end;
     }
 
-    template <class F>
-    void line(std::string_view text, F& on_event) {
+    template <class F, class C>
+    void line(std::string_view text, F& on_event, C&& on_comment) {
         if (first_line_) {
             first_line_ = false;
             if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);
@@ -87,7 +91,9 @@ private:
             has_data_ = true;
         } else if (field == "event") {
             type_ = value;
-        } // a comment (its field is empty), id, retry: nothing here uses them
+        } else if (colon == 0) {
+            on_comment(value);
+        } // id, retry: nothing here uses them
     }
 
     template <class F>

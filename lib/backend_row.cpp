@@ -82,7 +82,6 @@ const std::array rows{
         .accept_interval = 20ms,
         .alone = {{"--draft-model", "a draft model"},
                   {"--kv-bits", "a quantised cache"},
-                  {"", "a seed at a temperature above 0"},
                   {"", "a model with layers whose caches cannot be put together"}},
         .in_flight = 32, // its --decode-concurrency; answers of unlike length keep the batch full
         .release = Release::first_text,

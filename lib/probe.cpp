@@ -143,6 +143,50 @@ void ProbePlan::finish() {
                         *result_.batching < batch_ratio ? ": it does not batch" : ""));
 }
 
+namespace {
+
+// Of the server itself.
+std::string own_causes(const BackendRow& row) {
+    if (row.alone.empty()) return "its own limit of requests at once may be 1";
+    std::string text;
+    for (const auto& it : row.alone)
+        text += fmt::format("{}{}{}", text.empty() ? "what makes it do so is " : ", or ", it.why,
+                            it.option.empty() ? "" : " (" + it.option + ")");
+    return text;
+}
+
+} // namespace
+
+std::string why_one_by_one(const BackendRow& row, const std::optional<BackendRow::Alone>& given,
+                           unsigned unusual, std::optional<double> probed) {
+    constexpr std::array<std::string_view, 4> names{"", "a penalty or a logit_bias", "a seed",
+                                                    "a penalty or a logit_bias, or a seed"};
+    const auto has = names.at(unusual & 3);
+    const bool seed = row.drop_seed_at_zero && (unusual & 2);
+    const bool batches = probed && *probed >= batch_ratio;
+    const auto measured =
+        probed ? fmt::format("three of the probe's at once bring {:.2f} times the tokens of one",
+                             *probed)
+               : "";
+    std::string why;
+    if (given) {
+        why = fmt::format("it has {} ({})", given->why, given->option);
+    } else if (seed) {
+        why = "requests have a seed at a temperature above 0";
+        if (batches) why += "; others it batches: " + measured;
+    } else if (batches) {
+        why = "it is something of these requests, as " + measured;
+        if (!has.empty()) why += fmt::format("; they have {}", has);
+    } else {
+        why = own_causes(row);
+        if (probed)
+            why = "so it does the probe's, and " + why;
+        else if (!has.empty() && row.alone.empty())
+            why += fmt::format(", or it does so for {}", has);
+    }
+    return fmt::format("{} answers one request at a time: {}", row.name, why);
+}
+
 std::string ProbePlan::prompt(const ProbeAsk& ask, unsigned nonce, unsigned serial) {
     static constexpr std::array words{"river", "stone",  "green", "walk",  "seven", "light",
                                       "house", "under",  "paper", "north", "bread", "clear",
@@ -305,9 +349,9 @@ BackendRow corrected(BackendRow row, const ProbeResult& result, std::vector<std:
         row.most_in_flight = 0;
         changed(row.in_flight, 1u,
                 fmt::format("measured: the server does not batch (three at once bring {:.2f} times "
-                            "the tokens of one), so it is asked one at a time; --max-in-flight "
+                            "the tokens of one; {}), so it is asked one at a time; --max-in-flight "
                             "sets another number",
-                            *result.batching));
+                            *result.batching, detail::own_causes(row)));
     }
     return row;
 }

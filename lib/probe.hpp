@@ -58,6 +58,11 @@ private:
     ProbeResult result_;
 };
 
+/// Why a server answers a run's requests one at a time, as far as can be said. `given`: an option
+/// that it was started with; `unusual`: see Prompt; `probed`: ProbeResult::batching.
+std::string why_one_by_one(const BackendRow& row, const std::optional<BackendRow::Alone>& given,
+                           unsigned unusual, std::optional<double> probed);
+
 } // namespace evalrt::detail
 
 #endif

@@ -5,6 +5,7 @@
 #include "evalrt/detail/retry.hpp"
 #include "evalrt/probe.hpp"
 #include "json_text.hpp"
+#include "probe.hpp"
 #include "recognise.hpp"
 #include "replica_backend.hpp"
 #include "url.hpp"
@@ -191,20 +192,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             journal = std::make_unique<Journal>(executor, options.journal);
     }
 
-    std::string why_alone(unsigned kinds) const {
-        std::string why;
-        if (alone) {
-            why = fmt::format("it has {} ({})", alone->why, alone->option);
-        } else if (row.drop_seed_at_zero && (kinds & 2)) {
-            why = "requests have a seed at a temperature above 0";
-        } else if (row.alone.empty()) {
-            why = "its own limit of requests at once may be 1";
-        } else {
-            for (const auto& it : row.alone)
-                why += fmt::format("{}{}{}", why.empty() ? "what makes it do so is " : ", or ",
-                                   it.why, it.option.empty() ? "" : " (" + it.option + ")");
-        }
-        return fmt::format("{} answers one request at a time: {}", row.name, why);
+    std::string why_alone(unsigned unusual) const {
+        return detail::why_one_by_one(row, alone, unusual, probed);
     }
 
     // The words of a row's command.
@@ -504,6 +493,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                     options.probe_folder, probe_key(options.url, found.profile, found.version))) {
                 std::vector<std::string> notes;
                 row = corrected(row, *measured, notes);
+                probed = measured->batching;
                 for (const auto& note : notes)
                     if (options.log) options.log(note);
             }
@@ -850,6 +840,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     bool closing = false;
     unsigned own_in_flight = 0;             // the row's
     std::optional<BackendRow::Alone> alone; // it answers one request at a time
+    std::optional<double> probed;           // see ProbeResult::batching
     std::string url, model, version;
     std::string kind;      // of the server, as recognised: its profile, and a router's servers'
     std::string output;    // of the server before it ended the last time
@@ -924,7 +915,7 @@ const BackendRow& Runtime::row() const { return impl_->row; }
 const std::string& Runtime::url() const { return impl_->url; }
 std::string Runtime::one_by_one() const {
     const auto stats = impl_->scheduler->stats();
-    return stats.one_by_one ? impl_->why_alone(stats.kinds) : std::string();
+    return stats.one_by_one ? impl_->why_alone(stats.unusual) : std::string();
 }
 
 const std::string& Runtime::server_version() const { return impl_->version; }

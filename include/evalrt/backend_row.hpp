@@ -74,8 +74,8 @@ struct BackendRow {
     unsigned backlog = 128;                      ///< of its listening socket
     std::chrono::milliseconds accept_interval{}; ///< pace of connections past the backlog
 
-    /// What makes it answer one request at a time, in words, and the option of its command line
-    /// that does; no option: something of the requests or of the model.
+    /// What makes it answer one request at a time, whatever is asked, in words, and the option of
+    /// its command line that does; no option: something of the model.
     struct Alone {
         std::string option, why;
     };

@@ -88,8 +88,8 @@ with ThreadPoolExecutor(24) as pool:
                          ["vllm answers one request at a time: its own limit of requests at once may be 1"])
         self.assertEqual(note("mlx", "--batch", "1"),
                          ["mlx-server answers one request at a time: what makes it do so is a draft model "
-                          "(--draft-model), or a quantised cache (--kv-bits), or a seed at a temperature above 0, or a "
-                          "model with layers whose caches cannot be put together"])
+                          "(--draft-model), or a quantised cache (--kv-bits), or a model with layers whose caches cannot "
+                          "be put together"])
         self.assertEqual(note("mlx", "--batch", "1", seed=1, temperature=0.5),
                          ["mlx-server answers one request at a time: requests have a seed at a temperature above 0"])
 

@@ -125,6 +125,40 @@ TEST_CASE("a server that takes one at a time is found out, and asked one at a ti
     CHECK(row.most_in_flight == 0);
     REQUIRE_FALSE(notes.empty());
     CHECK(notes.back().find("does not batch") != std::string::npos);
+    CHECK(notes.back().find("its own limit of requests at once may be 1") != std::string::npos);
+}
+
+TEST_CASE(
+    "why a server answers one request at a time: by its options, the requests and the probe") {
+    using evalrt::detail::why_one_by_one;
+    const auto why = [](std::string_view name, unsigned unusual, std::optional<double> probed,
+                        std::optional<BackendRow::Alone> given = {}) {
+        const auto text = why_one_by_one(*find_profile_row(name), given, unusual, probed);
+        const auto start = std::string(name) + " answers one request at a time: ";
+        REQUIRE(text.starts_with(start));
+        return text.substr(start.size());
+    };
+    const std::string mlx = "what makes it do so is a draft model (--draft-model), or a quantised "
+                            "cache (--kv-bits), or a model with layers whose caches cannot be put "
+                            "together",
+                      limit = "its own limit of requests at once may be 1",
+                      batched = "three of the probe's at once bring 2.60 times the tokens of one";
+    CHECK(why("mlx-server", 3, 2.6, BackendRow::Alone{"--kv-bits", "a quantised cache"}) ==
+          "it has a quantised cache (--kv-bits)");
+    CHECK(why("mlx-server", 0, {}) == mlx); // a seed is not named: they have none
+    CHECK(why("mlx-server", 1, {}) == mlx);
+    CHECK(why("mlx-server", 2, {}) == "requests have a seed at a temperature above 0");
+    CHECK(why("mlx-server", 2, 2.6) ==
+          "requests have a seed at a temperature above 0; others it batches: " + batched);
+    CHECK(why("mlx-server", 0, 1.02) == "so it does the probe's, and " + mlx);
+    CHECK(why("vllm", 0, {}) == limit);
+    CHECK(why("vllm", 2, {}) == limit + ", or it does so for a seed");
+    CHECK(why("vllm", 2, 1.02) == "so it does the probe's, and " + limit);
+    CHECK(why("vllm", 0, 2.6) == "it is something of these requests, as " + batched);
+    CHECK(why("vllm", 2, 2.6) ==
+          "it is something of these requests, as " + batched + "; they have a seed");
+    CHECK(why("vllm", 3, 2.6) == "it is something of these requests, as " + batched +
+                                     "; they have a penalty or a logit_bias, or a seed");
 }
 
 TEST_CASE("what a row claims gives way to what was measured, and the rest stays") {

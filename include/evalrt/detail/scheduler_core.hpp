@@ -46,7 +46,7 @@ struct SchedulerStats {
     std::uint64_t pieces = 0;   ///< of text
     /// With several on the way a server's texts came one after the other: it does not batch.
     bool one_by_one = false;
-    unsigned kinds = 0; ///< all bits of Prompt::kind that there were
+    unsigned unusual = 0; ///< all bits of Prompt::unusual that there were
 };
 
 namespace detail {
@@ -68,7 +68,7 @@ public:
         Item& item = items_[id];
         item.prompt = std::move(prompt);
         item.deadline = deadline;
-        stats_.kinds |= item.prompt.kind;
+        stats_.unusual |= item.prompt.unusual;
         if (deadline != Point::max()) deadlines_.emplace(deadline, id);
         if (item.prompt.output_tokens)
             for (auto& it : servers_) it.limiter.expect(*item.prompt.output_tokens);

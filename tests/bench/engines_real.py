@@ -1,15 +1,15 @@
 """Real engines: file order against planned, how near to the engine's own limit, and whether the
 models of the engines (engines.py) prefill what the real ones do.
 
-Every run has a fresh server. Without --long some ten minutes on two cores; --long adds fifty rows of
-BFCL on mlx_lm.server, one at a time as well: ten more.
+Every run has a fresh server, or one that forgot its prefixes. Some ten minutes on two cores; --long adds
+fifty rows of BFCL on mlx_lm.server, one at a time as well: ten more.
 """
 import argparse, json, os, random, subprocess, sys, tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 from figures import Figures
-from real_processes import Llama
+from real_processes import Llama, NativeLlama, Vllm
 
 SLOTS, CONTEXT = 8, 2048
 # Tokens as a server's chat template makes them, and where its system prompt ends: what
@@ -82,12 +82,13 @@ class Bench:
         return summary
 
     def model(self, engine, suite, bodies, runs, name):
-        """Prefilled tokens as the model of the engine has them, beside the real ones."""
-        path = self.dir / "model.jsonl"
+        """Prefilled tokens as the model of the engine has them, beside the real ones. Returns the least that a
+        cache without limits needs, and what all prompts share."""
+        path, prompts = self.dir / "model.jsonl", self.tokens(bodies)
         for policy, real in runs.items():
             path.write_text("".join(
                 json.dumps({"body": body, "tokens": tokens, "system_tokens": system, "output_tokens": n}) + "\n"
-                for body, (tokens, system), n in zip(bodies, self.tokens(bodies), real["outputs"])))
+                for body, (tokens, system), n in zip(bodies, prompts, real["outputs"])))
             done = subprocess.run([self.args.bin / "bench_engines", path, name, policy], stdout=subprocess.PIPE,
                                   text=True, check=True)
             predicted = json.loads(done.stdout)
@@ -96,6 +97,8 @@ class Bench:
                         real=real["prefilled"], least=predicted["bound_prefilled"], real_seconds=real["wall_seconds"],
                         model_seconds=round(predicted["seconds"], 1))
             self.figure(engine, suite, f"{policy}: off by", abs(ratio - 1), 0.05, False)
+        shared = next((i for i, of in enumerate(zip(*(tokens for tokens, _ in prompts))) if len(set(of)) > 1), 0)
+        return predicted["bound_prefilled"], shared
 
     def limit(self, engine, suite, run):
         """Achieved over what the rates that the run has seen would allow."""
@@ -125,7 +128,13 @@ class Bench:
             self.model(engine, "bfcl", bodies, {"file:1": one, "file:16": file, "planned": planned}, "mlx-cpu")
 
     def llama(self):
-        engine = "llama.cpp"
+        self.llama_server("llama.cpp", lambda: Llama(self.args.llama, SLOTS, CONTEXT, cache=0, threads=0))
+
+    def native_llama(self):
+        folder, model = self.args.native_llama
+        self.llama_server("llama.cpp native", lambda: NativeLlama(folder, model, SLOTS, CONTEXT, cache=0))
+
+    def llama_server(self, engine, server):
         suites = {"groups": (groups(), 1.5)}
         if self.args.data:
             mixed = [self.bfcl(category, 12) for category in ("simple_python", "multiple", "parallel", "irrelevance")]
@@ -133,14 +142,31 @@ class Bench:
         for suite, (bodies, goal) in suites.items():
             runs = {}
             for policy, options in ((f"file:{SLOTS}", ["--order", "fifo", "--max-in-flight", str(SLOTS)]), ("planned", [])):
-                with Llama(self.args.llama, SLOTS, CONTEXT, cache=0, threads=0) as server:
-                    where = ["--backend", "openai-url", "--url", server.wait().url]
-                    runs[policy] = self.ask(bodies, where, *options)
+                with server() as it:
+                    runs[policy] = self.ask(bodies, ["--backend", "openai-url", "--url", it.wait().url], *options)
             file, planned = runs.values()
+            least, shared = self.model(engine, suite, bodies, runs, f"llama:{SLOTS}:0")
+            needed = least + (SLOTS - 1) * shared  # each slot has to compute it for itself
             self.figure(engine, suite, f"{SLOTS} in file order / planned", file["wall_seconds"] / planned["wall_seconds"],
-                        goal, file=file["wall_seconds"], planned=planned["wall_seconds"])
+                        goal, file=file["wall_seconds"], planned=planned["wall_seconds"],
+                        limit=f"file order prefills {file['prefilled'] / needed:.3f} of what {SLOTS} slots need at least")
             self.limit(engine, suite, planned)
-            self.model(engine, suite, bodies, runs, f"llama:{SLOTS}:0")
+
+    def vllm(self):
+        engine = "vllm"
+        bodies = [body | {"max_tokens": 128, "model": "smol"} for body in self.bfcl("simple_python", 64)]
+        with Vllm(*self.args.vllm) as server:
+            where = ["--backend", "openai-url", "--url", server.wait().url]
+            self.ask(bodies[:4], where)  # what its first requests cost is not theirs
+            runs = {}
+            for name, options in (("one", ["--order", "fifo", "--max-in-flight", "1"]), ("planned", []),
+                                  ("64 in file order", ["--order", "fifo", "--max-in-flight", "64"])):
+                server.forget()
+                runs[name] = self.ask(bodies, where, *options)
+        seconds = {name: run["wall_seconds"] for name, run in runs.items()}
+        self.figure(engine, "bfcl", "one at a time / planned", seconds["one"] / seconds["planned"], 9, **seconds)
+        self.figure(engine, "bfcl", "64 in file order / planned", seconds["64 in file order"] / seconds["planned"])
+        self.limit(engine, "bfcl", runs["planned"])
 
 
 def main():
@@ -151,14 +177,17 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--llama", required=True, help="a Python with xllamacpp")
     parser.add_argument("--data", type=Path, help="bfcl_eval's data")
-    parser.add_argument("--engine", action="append", choices=("mlx", "llama"))
+    parser.add_argument("--native-llama", nargs=2, metavar=("FOLDER", "MODEL"), help="of llama-server's own build")
+    parser.add_argument("--vllm", nargs=2, metavar=("PROGRAM", "MODEL"))
+    parser.add_argument("--engine", action="append", choices=("mlx", "llama", "native_llama", "vllm"))
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer of BFCL")
     parser.add_argument("--long", action="store_true")
     args = parser.parse_args()
     os.environ["EVALRT_ENGINE_TOUCH_GB"] = "7"
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
-        for engine in args.engine or ("mlx", "llama"):
+        given = [name for name in ("mlx", "llama", "native_llama", "vllm") if getattr(args, name, True)]
+        for engine in args.engine or given:
             getattr(bench, engine)()
         return bench.figures.table()
 

@@ -72,6 +72,39 @@ class Llama(Process):
         return self.until(lambda: get(f"http://127.0.0.1:{self.port}/health"))
 
 
+class NativeLlama(Process):
+    """llama.cpp's own program, built for this machine; `folder`: its programs and libraries."""
+
+    def __init__(self, folder, model, slots, context, cache):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        super().__init__([Path(folder) / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", self.port,
+                          "-np", slots, "-c", slots * context, "--cache-ram", cache], LD_LIBRARY_PATH=str(folder))
+
+    wait = Llama.wait
+
+
+class Vllm(Process):
+    """On the CPU; tells the tokens it had in its cache."""
+
+    def __init__(self, program, model):
+        self.root = f"http://127.0.0.1:{free_port()}"
+        self.url = self.root + "/v1"
+        cores = ",".join(map(str, range(os.cpu_count())))  # by itself it leaves one of them idle
+        super().__init__([program, "serve", model, "--served-model-name", "smol", "--host", "127.0.0.1", "--port",
+                          self.root.rpartition(":")[2], "--max-model-len", 8192, "--enable-prompt-tokens-details"],
+                         VLLM_CPU_KVCACHE_SPACE="2", VLLM_CPU_OMP_THREADS_BIND=cores, HF_HUB_OFFLINE="1",
+                         VLLM_SERVER_DEV_MODE="1")
+
+    def wait(self):
+        return self.until(lambda: get(self.url + "/models"), 900)  # it compiles at its first start
+
+    def forget(self):
+        """Its prefix cache."""
+        urllib.request.urlopen(urllib.request.Request(self.root + "/reset_prefix_cache", method="POST"),
+                               timeout=60).close()
+
+
 class Router(Process):
     """As its defaults have it, but on loopback only; `more`: of its options."""
 

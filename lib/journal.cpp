@@ -1,7 +1,6 @@
 #include "evalrt/journal.hpp"
 
 #include "evalrt/detail/complete.hpp"
-#include "evalrt/detail/memory.hpp"
 #include "journal_file.hpp"
 #include "json_text.hpp"
 
@@ -19,7 +18,6 @@
 #include <deque>
 #include <filesystem>
 #include <mutex>
-#include <set>
 #include <span>
 #include <thread>
 #include <unordered_map>
@@ -168,7 +166,6 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
         std::shared_ptr<Live> live;
         Response response;
         detail::JournalOutcome row;
-        bool counted = false; // by the thread
     };
     class Group {
     public:
@@ -299,13 +296,12 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     Text sent(const Request& request) const { return run.sent ? run.sent(request) : request.body; }
 
-    void submit(Request&& request, TextSink&& on_text, Handler&& handler) {
+    void submit(Request request, TextSink on_text, Handler handler) {
         if (request.body.empty() && inner) // a GET
             return inner->async_complete(std::move(request), std::move(on_text),
                                          std::move(handler));
         if (broken || closed) return refuse(std::move(handler));
-        auto one = std::allocate_shared<Live>(detail::SpareAllocator<Live>(), request.stream,
-                                              std::move(on_text), std::move(handler));
+        auto one = std::make_shared<Live>(request.stream, std::move(on_text), std::move(handler));
         auto& live = *one;
         waiting.push_back(live);
         detail::JournalDecision decision;
@@ -315,7 +311,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             auto& row = group->row();
             row.item = live.item;
             row.name = request.name;
-            row.endpoint = *endpoints.emplace(request.endpoint).first;
+            row.endpoint = request.endpoint;
             row.body = request.body;
             grown();
         } else {
@@ -372,14 +368,12 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     // The end of what the inner backend was asked.
     struct Asked {
         using cancellation_slot_type = asio::cancellation_slot;
-        using allocator_type = detail::SpareAllocator<void>;
 
         std::shared_ptr<Impl> self;
         std::shared_ptr<Live> live;
         asio::cancellation_slot slot;
 
         cancellation_slot_type get_cancellation_slot() const noexcept { return slot; }
-        allocator_type get_allocator() const noexcept { return {}; }
         void operator()(error_code, Response&& response) {
             self->ended(std::move(live), std::move(response));
         }
@@ -406,18 +400,15 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             return flush_if_last();
         }
         record(std::move(live), std::move(response), 0);
-        // One goes for each that comes, so that the allocator has no heap of them to put away.
-        if (!committed.empty()) deliver();
     }
 
     void record(std::shared_ptr<Live> live, Response&& response, std::int64_t source) {
         auto& it = group->ended.emplace_back(std::move(live), std::move(response));
         it.row.outcome = ++last_outcome;
         it.row.item = it.live->item;
-        it.counted = !it.live->entry;
-        // The thread will know of what it counts whether it was repeatable.
-        it.row.shared =
-            (it.live->repeatable || it.counted) && !it.response.outcome && !filtered(it.response);
+        // With no entry yet the thread will know whether it was repeatable.
+        it.row.shared = (it.live->repeatable || !it.live->entry) && !it.response.outcome &&
+                        !filtered(it.response);
         it.row.source = source;
         group->bytes += it.response.body.size();
         grown();
@@ -453,10 +444,10 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                     if (!row.body.empty()) count(row);
                 std::vector<detail::JournalOutcome> outcomes;
                 outcomes.reserve(full->ended.size());
-                for (const auto& one : full->ended) {
+                for (auto& one : full->ended) {
+                    if (!one.live->entry && !repeatable.at(std::size_t(one.row.item)))
+                        one.row.shared = false;
                     outcomes.push_back(one.row);
-                    if (one.counted && !repeatable.at(std::size_t(one.row.item)))
-                        outcomes.back().shared = false;
                 }
                 return it->write(full->rows(), full->names, outcomes);
             },
@@ -468,38 +459,29 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                     for (auto& it : full->ended) refuse(std::move(it.live->handler));
                     return;
                 }
-                committed.push_back(full);
-                if (committed.size() == 1) deliver_soon();
+                deliver(full);
             });
     }
 
     // A few at a time, among the executor's other work: what a whole group lets go of at once, the
     // allocator puts away and takes out again at several times the price.
-    void deliver_soon() {
-        asio::post(executor, [self = shared_from_this()] {
-            if (self->committed.empty()) return;
-            self->deliver_soon(); // before the callers' handlers, which may throw
-            for (std::size_t n = self->closed ? ~std::size_t() : delivered_at_once;
-                 n > 0 && !self->committed.empty(); --n)
-                self->deliver();
-        });
-    }
-
-    void deliver() {
-        auto& first = *committed.front();
-        if (first.delivered == first.ended.size()) {
-            first.clear();
-            spare = std::move(committed.front());
-            committed.pop_front();
+    void deliver(const std::shared_ptr<Group>& full) {
+        const auto count = full->ended.size();
+        if (full->delivered == count) {
+            full->clear();
+            spare = full;
             return;
         }
-        deliver(first.ended[first.delivered++]);
+        // Before the callers' handlers, which may throw.
+        asio::post(executor, [self = shared_from_this(), full] { self->deliver(full); });
+        const auto end = closed ? count : std::min(count, full->delivered + delivered_at_once);
+        while (full->delivered < end) deliver(full->ended[full->delivered++]);
     }
 
     // On the thread.
     void count(detail::JournalRow& row) {
         asks.endpoint = row.endpoint;
-        asks.body = Text(nullptr, row.body); // an owner's count would go from core to core
+        asks.body = row.body;
         const auto body = sent(asks);
         row.key = detail::journal_key(identity, row.endpoint, body);
         row.occurrence = counts.next(row.key);
@@ -653,8 +635,6 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     detail::JournalIndex index;
     asio::steady_timer timer; // of the group
     std::shared_ptr<Group> group, spare;
-    std::deque<std::shared_ptr<Group>> committed; // not all delivered
-    std::set<std::string> endpoints;              // of rows; none is taken out
     intrusive::list<Live, intrusive::constant_time_size<false>> waiting;
     std::deque<std::shared_ptr<Live>> served; // not read yet
     std::int64_t last_item = 0, last_outcome = 0;

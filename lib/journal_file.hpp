@@ -23,8 +23,8 @@ struct JournalRow { // of an item that this run had not asked before
     JournalKey key;
     std::uint32_t occurrence = 0;
     std::string name;
-    std::string_view endpoint; // until the key and the occurrence are counted
-    Text body;                 // likewise
+    std::string endpoint; // until the key and the occurrence are counted
+    Text body;            // likewise
 };
 
 struct JournalName { // that an item of the run has now

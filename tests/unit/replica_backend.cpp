@@ -105,6 +105,15 @@ struct Setup {
         run();
     }
 
+    /// So that it is known how long answers take, and both servers are well.
+    void answer_some() {
+        for (int i = 0; i < 3; ++i) {
+            ask();
+            end(busy());
+        }
+        planner->alive(0), planner->alive(1);
+    }
+
     asio::io_context io;
     std::list<ScriptedBackend> server;
     std::shared_ptr<ReplicaPlanner> planner;
@@ -203,11 +212,7 @@ TEST_CASE("what a silent server has is taken from it and asked of another") {
     ReplicaPlanner::Options planning;
     planning.silence = 1ms;
     Setup setup(2, planning);
-    for (int i = 0; i < 3; ++i) {
-        setup.ask();
-        setup.end(setup.busy());
-    }
-    setup.planner->alive(0), setup.planner->alive(1);
+    setup.answer_some();
     auto& asked = setup.ask();
     const auto hung = setup.busy();
     setup.until([&] { return setup.at(hung).cancelled == 1; });
@@ -229,11 +234,7 @@ TEST_CASE("what a caller has seen a part of stays on a silent server") {
     ReplicaPlanner::Options planning;
     planning.silence = 1ms;
     Setup setup(2, planning);
-    for (int i = 0; i < 3; ++i) {
-        setup.ask();
-        setup.end(setup.busy());
-    }
-    setup.planner->alive(0), setup.planner->alive(1);
+    setup.answer_some();
     auto& asked = setup.ask(true);
     const auto hung = setup.busy();
     setup.at(hung).text(setup.at(hung).pending.begin()->first, "To be");

@@ -446,7 +446,6 @@ private:
     void summarise(double wall) {
         for (const auto& text : complete_report(report_, *runtime_)) print(text);
         print(report_.prefix_cached());
-        if (const auto text = report_.versions(); !text.empty()) print(text);
         std::string failures;
         for (const auto& [errc, count] : report_.failures())
             failures += fmt::format("{}{} {}", failures.empty() ? " (" : ", ", count, name(errc));

@@ -315,6 +315,25 @@ class SeveralServers(WithServers):
             self.assertEqual("servers of different versions" in err, bool(both))
         self.assertIn('8 by "v1", 4 by "v2"', " ".join(json.loads((self.dir / "s").read_text())["notes"]))
 
+    def test_a_gateway_says_that_once(self):
+        (_, a), (_, b) = self.server("a", version="v1"), self.server("b", version="v2")
+        command = """
+import json, os, threading, urllib.request
+def ask(i):
+    body = {"model": "m", "messages": [{"role": "user", "content": f"{i}"}]}
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps(body).encode(), {"Content-Type": "application/json"})).read()
+threads = [threading.Thread(target=ask, args=(i,)) for i in range(24)]
+for it in threads: it.start()
+for it in threads: it.join()
+"""
+        done = subprocess.run([self.evalrt(), "gateway", "--backend", "openai-url", "--url", a, "--url", b, "--no-probe",
+                               "--model", self.model, "--", sys.executable, "-c", command], cwd=self.dir, capture_output=True,
+                              text=True, timeout=LONG, env=self.env())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue(self.asked_of("a") and self.asked_of("b"))
+        self.assertEqual(done.stderr.count("servers of different versions"), 1, done.stderr)
+
     def test_that_a_run_asks_servers_of_different_versions_is_said_before_it_does(self):
         (_, a), (_, b), (_, c) = (self.server(name, model="like-vllm", version=version)
                                   for name, version in (("a", "0.9"), ("b", "0.10"), ("c", "0.9")))

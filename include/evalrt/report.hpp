@@ -73,7 +73,8 @@ public:
     std::string prefix_cached() const;
 
     /// How long the run would have taken at least: what has to be prefilled (each shared prefix
-    /// once) and what was decoded, at the best rates that this run has shown (detail::Rates);
+    /// once) and what was decoded, at the best rates that this run has shown (detail::Rates:
+    /// decoding at the length of context that the answers had);
     /// or the longest answer at the speed of the fastest one. For servers whose prefill and
     /// decoding take the same resource. What was not streamed shows no rates.
     struct Bound {

@@ -1198,31 +1198,31 @@ TEST_CASE("the best rates of a run are those of a burst and of a second without 
     CHECK(a == b);
     const auto first_text = [](evalrt::detail::Rates& of, Point at) {
         of.computed(at);
-        of.first_text(at);
+        of.first_text(100, at);
     };
     first_text(rates, now += 400ms);
     first_text(rates, now += 500ms); // 1 s after the first was sent
     for (int i = 0; i < 60; ++i) rates.text(now += 50ms);
     CHECK(std::abs(rates.decode() - 20) < 1.5);
-    rates.ended(a, true, true, 300, now);
+    rates.ended(a, true, 161, 300, now);
     CHECK(rates.prefill() == 0); // the other one's tokens are not known yet
-    rates.ended(b, true, true, 700, now);
+    rates.ended(b, true, 101, 700, now);
     CHECK(rates.prefill() == 1000);
     const auto c = rates.sent(now);
     first_text(rates, now += 1ms);
-    rates.ended(c, true, true, 10, now); // too short to tell
+    rates.ended(c, true, 101, 10, now); // too short to tell
     const auto d = rates.sent(now);
-    rates.ended(d, false, false, {}, now += 1ms); // failed
+    rates.ended(d, false, {}, {}, now += 1ms); // failed
     const auto e = rates.sent(now);
     first_text(rates, now += 1s);
-    rates.ended(e, true, true, 500, now);
+    rates.ended(e, true, 101, 500, now);
     CHECK(rates.prefill() == 1000);
     CHECK(rates.pieces() == 64);
     // A call of a tool: computed after a second, its one text comes at its end.
     const auto f = rates.sent(now);
     rates.computed(now += 1s);
-    rates.first_text(now += 9s);
-    rates.ended(f, true, true, 2000, now);
+    rates.first_text(100, now += 9s);
+    rates.ended(f, true, 101, 2000, now);
     CHECK(rates.prefill() == 2000);
     CHECK(std::abs(rates.decode() - 20) < 1.5);
     for (int i = 0; i < 5; ++i) rates.text(now += 3s); // slow: nothing better than before
@@ -1232,4 +1232,42 @@ TEST_CASE("the best rates of a run are those of a burst and of a second without 
     first_text(slow, now);
     for (int i = 0; i < 20; ++i) slow.text(now += 500ms);
     CHECK(std::abs(slow.decode() - 2) < 0.2);
+}
+
+TEST_CASE("the best rate of decoding is that at the context that the answers had") {
+    using evalrt::detail::Rates;
+    // One answer at a time.
+    struct Server {
+        Rates& rates;
+        Point now{1h};
+        void answer(double context, int pieces, std::chrono::milliseconds each) {
+            const auto burst = rates.sent(now);
+            rates.computed(now);
+            rates.first_text(context, now);
+            for (int i = 1; i < pieces; ++i) rates.text(now += each);
+            rates.ended(burst, true, context + pieces, {}, now);
+        }
+    };
+    const auto near = [](double a, double b) { return std::abs(a / b - 1) < 0.05; };
+    Rates rates;
+    Server server{rates};
+    server.answer(1000, 300, 10ms);
+    CHECK(near(rates.decode(), 100));
+    server.answer(9000, 300, 90ms); // on average 5150 tokens, 51 ms each
+    CHECK(near(rates.decode(), 1000 / 50.0));
+    server.answer(9000, 20, 500ms); // slower than need be: no matter
+    CHECK(rates.decode() < 1000 / 50.0);
+    CHECK(rates.decode() > 1000 / 54.0);
+    server.answer(3000, 3000, 10ms); // nor need the one at 1000 tokens be slower than this
+    CHECK(rates.decode() > 1000 / 30.0);
+    // Where none is as long, what the longest showed.
+    Rates many;
+    const auto burst = many.sent(server.now);
+    many.computed(server.now);
+    many.first_text(1000, server.now);
+    for (int i = 0; i < 200; ++i) many.text(server.now += 10ms);
+    many.sent(server.now); // from here on prompts are computed beside it
+    for (int i = 0; i < 20000; ++i) many.text(server.now += 1ms);
+    CHECK(near(many.decode(), 100));
+    many.ended(burst, true, 21201, {}, server.now);
 }

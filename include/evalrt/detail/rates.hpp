@@ -6,14 +6,18 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
+#include <vector>
 
 namespace evalrt::detail {
 
 /// The best that a run itself has shown, to compute from it how fast the whole could have been.
 /// Prefill: the tokens that were not cached of those requests that were computed together, over the
 /// time from the first one's sending to where the last one is computed. Decoding: pieces of text
-/// over a second in which nothing waited for its first. Other programs on the machine slow down
-/// both, and with them the bound.
+/// over a second in which nothing waited for its first, at the context that the run's pieces had
+/// on average: attention reads the context for each token, and where that is most of a step (short
+/// prompts' rates are out of reach of long ones) the best second of all would promise too much.
+/// Other programs on the machine slow down both, and with them the bound.
 class Rates {
 public:
     using Point = Clock::time_point;
@@ -33,26 +37,35 @@ public:
         if (--waiting_ == 0) bursts_[last_].end = now;
     }
 
-    /// Of one whose prompt is computed.
-    void first_text(Point now) {
+    /// Of one whose prompt, of about `tokens`, is computed.
+    void first_text(double tokens, Point now) {
         flow(now);
         --hidden_;
         ++decoding_;
+        held_ += tokens;
         text(now);
     }
 
     void text(Point now) {
         flow(now);
-        if (all_decode()) ++window_pieces_;
+        const double context = held_ / decoding_;
+        if (all_decode()) {
+            ++window_pieces_;
+            window_context_ += context;
+        }
         ++pieces_;
+        contexts_ += context;
+        held_ += 1;
     }
 
+    /// `held`: the tokens of its prompt and the pieces of its text; nothing: it had no text.
     /// `cold`: its prompt tokens that were not cached; nothing: it failed, or that is not known.
-    void ended(Burst burst, bool was_computed, bool had_text, std::optional<std::int64_t> cold,
-               Point now) {
+    void ended(Burst burst, bool was_computed, std::optional<double> held,
+               std::optional<std::int64_t> cold, Point now) {
         if (!was_computed) computed(now);
         flow(now);
-        --(had_text ? decoding_ : hidden_);
+        --(held ? decoding_ : hidden_);
+        held_ -= held.value_or(0);
         const auto it = bursts_.find(burst);
         if (it == bursts_.end()) return;
         auto& of = it->second;
@@ -66,10 +79,14 @@ public:
     }
 
     double prefill() const { return prefill_; } ///< tokens a second; 0: not seen
-    double decode() const {                     ///< pieces a second; 0: not seen
+    /// Pieces a second; 0: not seen.
+    double decode() const {
         if (hides_) return 0;
-        if (decode_ > 0 || window_pieces_ < enough_pieces || window_.count() <= 0) return decode_;
-        return double(window_pieces_) / window_.count();
+        if (seconds_.empty())
+            return window_pieces_ < enough_pieces || window_.count() <= 0
+                       ? 0
+                       : double(window_pieces_) / window_.count();
+        return 1 / piece_seconds(contexts_ / double(pieces_));
     }
     std::uint64_t pieces() const { return pieces_; }
 
@@ -95,12 +112,44 @@ private:
         if (all_decode()) {
             window_ += now - since_;
             if (window_ >= whole && window_pieces_ >= enough_pieces) {
-                decode_ = std::max(decode_, double(window_pieces_) / window_.count());
+                const Second it{window_context_ / double(window_pieces_),
+                                window_.count() / double(window_pieces_)};
+                auto& best = seconds_.try_emplace(std::int64_t(it.context) / 32, it).first->second;
+                if (it.each < best.each) best = it;
                 window_ = {};
                 window_pieces_ = 0;
+                window_context_ = 0;
             }
         }
         since_ = now;
+    }
+
+    // The least time of a piece at that context: what a longer one took is enough for a shorter
+    // one, too, and as the time grows in proportion to the context, so is what lies between two.
+    double piece_seconds(double context) const {
+        std::vector<Second> hull; // the lower one, longest context first
+        for (auto it = seconds_.rbegin(); it != seconds_.rend(); ++it) {
+            auto next = it->second;
+            if (!hull.empty()) next.each = std::min(next.each, hull.back().each);
+            while (hull.size() > 1 && at(next, hull[hull.size() - 2], hull.back().context) <=
+                                          hull.back().each)
+                hull.pop_back();
+            hull.push_back(next);
+        }
+        for (std::size_t i = 1; i < hull.size(); ++i)
+            if (hull[i].context <= context)
+                return at(hull[i], hull[i - 1], std::min(context, hull[i - 1].context));
+        return hull.back().each;
+    }
+
+    struct Second {
+        double context; // of a piece, in tokens
+        double each;    // seconds a piece
+    };
+
+    // On the line through both.
+    static double at(const Second& a, const Second& b, double context) {
+        return a.each + (b.each - a.each) * (context - a.context) / (b.context - a.context);
     }
 
     unsigned waiting_ = 0, hidden_ = 0, decoding_ = 0; // not computed; no text yet; with text
@@ -109,7 +158,11 @@ private:
     Point since_{};
     std::chrono::duration<double> window_{};
     std::uint64_t window_pieces_ = 0, pieces_ = 0;
-    double prefill_ = 0, decode_ = 0;
+    double held_ = 0;           // tokens of those with text
+    double window_context_ = 0; // summed up over its pieces
+    double contexts_ = 0;       // over all pieces
+    std::map<std::int64_t, Second> seconds_; // the fastest, by context
+    double prefill_ = 0;
     bool hides_ = false;
 };
 

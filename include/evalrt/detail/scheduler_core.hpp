@@ -107,7 +107,7 @@ public:
         server.together += server.with_text > 1;
         if (it->second.has_text) return rates_.text(now);
         prompt_computed(id, it->second, now);
-        rates_.first_text(now);
+        rates_.first_text(prompt_tokens(it->second), now);
         server.breaker.alive();
         it->second.has_text = true;
         ++server.with_text;
@@ -125,10 +125,12 @@ public:
         server.refilling = false;
         const bool had_text = std::exchange(item.has_text, false);
         if (had_text) --server.with_text;
-        rates_.ended(item.burst, std::exchange(item.computed, false), had_text,
-                     cold_tokens(item, response), now);
         const bool told = std::exchange(item.told, false);
         const auto pieces = std::exchange(item.pieces, 0);
+        const auto held = prompt_tokens(item) + double(pieces);
+        rates_.ended(item.burst, std::exchange(item.computed, false),
+                     had_text ? std::optional(held) : std::nullopt, cold_tokens(item, response),
+                     now);
         if (told && response.usage.completion_tokens.value_or(0) > 2 * pieces + 8) rates_.hides();
         const bool alone = std::exchange(item.alone, false);
         alone_ = alone_ && !alone;
@@ -395,6 +397,9 @@ private:
         return response.usage.completion_tokens.value_or(0) >= several && timing.first_text &&
                timing.last_text && (*timing.last_text - *timing.first_text) * 64 >= timing.total;
     }
+
+    // About.
+    static double prompt_tokens(const Item& item) { return double(item.prompt.bytes()) / 4; }
 
     void prompt_computed(RequestId id, Item& item, Point now) {
         if (std::exchange(item.computed, true)) return;

@@ -24,16 +24,18 @@ public:
         std::uint64_t answered = 0, failed = 0, cancelled = 0;
     };
 
-    /// A server has gone out, with this failure.
-    using Out = std::function<void(std::size_t server, Errc errc, const std::string& detail)>;
+    /// What has become of a server, with this failure.
+    using News = std::function<void(std::size_t server, Errc errc, const std::string& detail)>;
 
-    /// `tick`: how often it looks for servers that show no sign of life.
-    ReplicaBackend(std::vector<Backend*> servers, std::shared_ptr<ReplicaPlanner> planner, Out out,
-                   std::chrono::milliseconds tick = std::chrono::seconds(1))
+    /// `out`: it has gone out; `held`: it is held until others have said what they make of what it
+    /// refuses. `tick`: how often servers are looked for that show no sign of life.
+    ReplicaBackend(std::vector<Backend*> servers, std::shared_ptr<ReplicaPlanner> planner, News out,
+                   News held, std::chrono::milliseconds tick = std::chrono::seconds(1))
         : servers_(std::move(servers)),
           state_(std::make_shared<State>(servers_.front()->get_executor())) {
         state_->planner = std::move(planner);
         state_->out = std::move(out);
+        state_->held = std::move(held);
         state_->counts.resize(servers_.size());
         state_->tick = tick;
     }
@@ -126,13 +128,14 @@ private:
             if (response.stage > Stage::sent) planner->heard(server, false, now);
             // A connection that breaks in the middle of an answer is a server that dies, too.
             if (errc == Errc::unreachable || (errc == Errc::truncated && planner->proven(server))) {
+                if (errc == Errc::truncated) planner->failed(server, attempt.id);
                 if (planner->unreachable(server)) out(server, errc, response.detail);
                 return;
             }
             const auto what = remedy(errc, response.status);
             if (what == Remedy::item && response.stage == Stage::none) return; // refused by us
             if (planner->proven(server)) {
-                if (errc == Errc::timed_out) return;
+                if (errc == Errc::timed_out) return planner->failed(server, attempt.id);
                 if (what == Remedy::pause) {
                     if (planner->busy(server, now)) out(server, errc, response.detail);
                     return;
@@ -150,6 +153,7 @@ private:
                 words += response.detail;
                 out(server, errc, words);
             }
+            if (verdict.held) held(server, errc, response.detail);
             response.elsewhere = verdict.elsewhere && what != Remedy::pause && !attempt.delivered;
         }
 
@@ -157,7 +161,7 @@ private:
 
         std::shared_ptr<ReplicaPlanner> planner;
         std::vector<Count> counts;
-        Out out;
+        News out, held;
         std::set<std::shared_ptr<Attempt>> attempts; // under way
         asio::steady_timer timer;
         std::chrono::milliseconds tick{};

@@ -465,6 +465,13 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
                 servers, spread,
                 [weak = weak_from_this()](std::size_t n, Errc errc, const std::string& detail) {
                     if (auto self = weak.lock()) self->leave_out(n, errc, detail);
+                },
+                [weak = weak_from_this()](std::size_t n, Errc, const std::string& detail) {
+                    if (auto self = weak.lock())
+                        self->say(fmt::format("{}: it refuses one request after the other ({}); "
+                                              "until others have answered them or refused them, "
+                                              "too, it gets one now and then",
+                                              self->address(n), detail));
                 });
         }
         auto scheduling = scheduler_options(row, unsigned(more.size() + 1));
@@ -928,7 +935,7 @@ std::vector<Runtime::Replica> Runtime::replicas() const {
         const auto& why = impl_->left_out[i];
         const auto& planned = impl_->spread->count(i);
         list.push_back({impl_->address(i), count.answered, count.failed, count.cancelled,
-                        planned.refused, planned.stolen, up,
+                        planned.refused, planned.taken_over, up,
                         up || why.code == Errc::unreachable ? std::string() : why.detail});
     }
     return list;

@@ -58,7 +58,8 @@ struct Pick {
     std::optional<std::size_t> maximum_bytes;  ///< that any cache could, however large
     /// Why this one now: "arrival", "leader" (others wait for what it fills the cache with),
     /// "follower" (of what is there), "alone", "overtaken" (too often), "idle" (it was held back,
-    /// but nothing runs), "suspect" (it may have killed the server).
+    /// but nothing runs), "suspect" (it may have killed the server), "refused" (by another server:
+    /// this one is asked what it makes of it).
     std::string_view why = "arrival";
     std::uint32_t node = 0;     ///< names the longest prefix that it has in common with others
     std::size_t node_bytes = 0; ///< the length of that

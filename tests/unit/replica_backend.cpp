@@ -49,6 +49,9 @@ struct Setup {
             [this](std::size_t n, Errc, const std::string& words) {
                 out.push_back(std::to_string(n) + " " + words);
             },
+            [this](std::size_t n, Errc, const std::string& words) {
+                held.push_back(std::to_string(n) + " " + words);
+            },
             1ms);
         scheduling.servers = unsigned(servers);
         scheduling.retry.base = 0ms;
@@ -117,7 +120,7 @@ struct Setup {
     asio::io_context io;
     std::list<ScriptedBackend> server;
     std::shared_ptr<ReplicaPlanner> planner;
-    std::vector<std::string> out;
+    std::vector<std::string> out, held;
     std::optional<ReplicaBackend> replicas;
     std::optional<RequestScheduler> scheduler;
     std::list<Asked> all;
@@ -191,6 +194,46 @@ TEST_CASE("the first server that refuses everything is left out, and is said to 
               "0 it refuses one request after the other: HTTP 422: no such model here"});
     CHECK(setup.at(0).calls <= 4);
     CHECK_FALSE(setup.scheduler->stopped());
+}
+
+TEST_CASE("a server that begins to refuse is said to be held, once, and it costs nothing") {
+    SchedulerOptions scheduling;
+    scheduling.max_in_flight = 20;
+    Setup setup(2, {}, scheduling);
+    setup.planner->alive(0), setup.planner->alive(1);
+    for (int i = 0; i < 60; ++i) setup.ask();
+    for (int i = 0; i < 15; ++i) setup.end(0, failure(Errc::rejected, 400, "HTTP 400: no"));
+    CHECK(setup.held == std::vector<std::string>{"0 HTTP 400: no"});
+    CHECK(setup.out.empty());
+    const auto before = setup.at(0).calls;
+    while (!setup.at(1).pending.empty() && setup.at(0).calls == before) setup.end(1);
+    CHECK(setup.at(0).calls > before); // what it refused has been judged
+    while (!setup.at(0).pending.empty() || !setup.at(1).pending.empty())
+        setup.end(setup.at(0).pending.empty());
+    CHECK(setup.held.size() == 1);
+    CHECK(setup.planner->count(0).refused == 15);
+    for (const auto& it : setup.all) CHECK((it.completions == 1 && !it.response.outcome));
+}
+
+TEST_CASE("what a server fails, also a conversation's, is asked of another one") {
+    for (const bool talk : {false, true})
+        for (const auto& words : {failure(Errc::timed_out, 0, "late"),
+                                  failure(Errc::truncated, 200, "cut short", Stage::text),
+                                  failure(Errc::malformed, 200, "no JSON"),
+                                  failure(Errc::rejected, 500, "oh")}) {
+            CAPTURE(words.detail, talk);
+            Setup setup;
+            setup.planner->alive(0), setup.planner->alive(1);
+            auto& asked = setup.ask(false, talk ? "talk" : "");
+            const auto first = setup.busy();
+            setup.end(first, words);
+            setup.until([&] { return setup.at(1 - first).pending.size() == 1; });
+            CHECK(setup.at(first).pending.empty());
+            setup.end(1 - first);
+            CHECK(asked.completions == 1);
+            CHECK_FALSE(asked.response.outcome);
+            CHECK(asked.response.attempts == 2);
+        }
 }
 
 TEST_CASE("a request is cancelled at the server that has it, and counted so") {

@@ -15,7 +15,9 @@ namespace evalrt::detail {
 /// Cuts the planned order into contiguous runs, one a server, each of which has a planner of its
 /// own for what is about to be sent. A server whose run is done takes the second half of what the
 /// slowest one has left. A conversation that has begun on a server stays there, later turns too, as
-/// long as that is in.
+/// long as that is in and fails none of them.
+///
+/// What a server has failed is kept from it while another one is in that has not.
 ///
 /// A server is out (nothing is sent to it; somebody looks at it when it is due(), and lets it in),
 /// in but not proven (it has answered nothing since: one request at a time), or proven. One goes
@@ -23,8 +25,9 @@ namespace evalrt::detail {
 /// life while another is in; its run goes to the others. While all are out they are named as if
 /// they were in, and who sends refuses: so it is found out that no server is there.
 ///
-/// What one server refuses (its body, its length) another one is asked, too: it may be the server.
-/// Once others have agreed often enough, only some of what it refuses.
+/// What one server refuses (its body, its length) another one is asked next: it may be the server.
+/// One that refuses many in a row is held until others have said what they make of some of these:
+/// it gets one request now and then.
 class ReplicaPlanner final : public PrefixPlanner {
 public:
     using Make = std::function<std::unique_ptr<PrefixPlanner>()>;
@@ -37,11 +40,12 @@ public:
         std::chrono::milliseconds busy{30000}; ///< of turning all away, until one goes out
         /// Without a sign of life, at least; and four times what the longest answer took.
         std::chrono::milliseconds silence{60000};
+        std::chrono::milliseconds held{1000}; ///< from a failure of a held server to its next one
     };
     struct Count {
-        std::uint64_t sent = 0,
-                      stolen = 0;  ///< taken over from others, and not yet given on
-        std::uint64_t refused = 0; ///< that others have answered
+        std::uint64_t sent = 0;
+        std::uint64_t taken_over = 0; ///< items that were another one's first, and are its now
+        std::uint64_t refused = 0;    ///< that others have answered
     };
 
     ReplicaPlanner(std::size_t servers, Options options)
@@ -57,6 +61,8 @@ public:
         auto& item = found->second;
         item.prompt = prompt;
         item.place = Place::fresh;
+        if (kind_ && *kind_ != prompt.kind) kinds_ = true;
+        kind_ = prompt.kind;
         if (fresh && !prompt.session.empty()) {
             item.session = &sessions_[prompt.session];
             ++item.session->live;
@@ -70,8 +76,9 @@ public:
         wake_ = Point::max();
         holds_ = {};
         if (waiting_ == 0) return {};
-        const bool any_free = std::any_of(servers_.begin(), servers_.end(),
-                                          [](const Server& it) { return !it.out && !held(it); });
+        const bool any_free = std::any_of(servers_.begin(), servers_.end(), [](const Server& it) {
+            return !it.out && !held(it) && (it.open || it.running > 0);
+        });
         std::vector<std::size_t> order; // those with the fewest running first
         for (std::size_t i = 0; i < servers_.size(); ++i) order.push_back(i);
         std::stable_sort(order.begin(), order.end(), [this](std::size_t a, std::size_t b) {
@@ -79,8 +86,17 @@ public:
         });
         for (const auto i : order) {
             auto& server = servers_[i];
-            if (!server.open || (any_free && held(server))) continue;
+            if (!server.open) continue;
             if (server.out ? any_up() : !server.proven && server.running > 0) continue;
+            if (auto pick = to_judge(i)) return send(*pick, i, now);
+            if (any_free && held(server)) {
+                if (server.running > 0) continue;
+                const auto at = server.failed_last + options_.held;
+                if (now < at) {
+                    wake_ = std::min(wake_, at);
+                    continue;
+                }
+            }
             if (own(server) == 0) steal(i, server.proven);
             feed(server);
             if (auto pick = server.planner->next(now)) return send(*pick, i, now);
@@ -100,7 +116,6 @@ public:
             server.heard = std::max(server.heard, now);
             // Those that have refused it were wrong.
             each(item.checking & ~bit(item.server), [](Server& of) {
-                of.agreed = 0;
                 of.failed += of.answered;
                 ++of.wrong;
                 ++of.count.refused;
@@ -109,7 +124,8 @@ public:
         }
         if (stage == Stage::first_text) return prove(server);
         if (stage == Stage::failed) {
-            item.failed_at |= bit(item.server);
+            item.tried_at |= bit(item.server);
+            server.failed_last = now;
             if (!(item.checking & bit(item.server))) checked(item); // it has not come to that
         } else {
             took_.push_back(now - item.sent);
@@ -200,7 +216,13 @@ public:
         if (it == items_.end() || it->second.place != Place::running || it->second.moved)
             return false;
         ++servers_[it->second.server].moved;
+        failed_at(it->second, it->second.server);
         return it->second.moved = true;
+    }
+
+    /// It has failed this one, which may be for its load: the answer is late, or cut short.
+    void failed(std::size_t server, RequestId id) {
+        if (const auto it = items_.find(id); it != items_.end()) failed_at(it->second, server);
     }
 
     /// A connection to it could not be made, or broke. True: with that it has gone out.
@@ -219,14 +241,14 @@ public:
     struct Verdict {
         bool elsewhere = false; ///< it is not held against the item: another server is asked
         bool out = false;       ///< with that the server has gone out
+        bool held = false;      ///< with that it is held; said once until it answers again
     };
 
     /// It has answered with a failure that is neither for its load nor the item's. While it is the
     /// only one that is in that is as with one server.
     Verdict failed(std::size_t server, Fault fault, RequestId id) {
         auto& it = servers_[server];
-        const auto item = items_.find(id);
-        if (item != items_.end()) ++item->second.strikes;
+        failed(server, id);
         it.broken = 0;
         ++it.failed;
         if (!another_up(server)) return {};
@@ -243,15 +265,14 @@ public:
         auto& item = found->second;
         const auto others = item.refused_at & ~bit(server);
         item.refused_at |= bit(server);
+        failed_at(item, server);
         bool known = it.answered; // one of those that refuse it does answer others
         each(others, [&](const Server& of) { known |= of.answered; });
         const bool left = item.shown < many && best(item.refused_at) != none;
         if (others && (known || !left)) {
             each(item.checking & ~bit(server), [](Server& of) {
-                ++of.agreed;
                 if (!of.answered && of.failed > 0) --of.failed;
             });
-            it.agreed += it.answered;
             checked(item);
             return {};
         }
@@ -262,14 +283,13 @@ public:
             leave_out(server);
             return {true, true};
         }
-        if (!others && it.answered && it.agreed >= enough && it.checks == 0 &&
-            ++it.trusted % 4 != 0)
-            return {};
         ++item.shown;
+        ++it.in_a_row;
         it.checks += !(item.checking & bit(server));
         item.checking |= bit(server);
         it.failed += !it.answered; // of one that answers, what others take counts
-        return {true, too_often(server, few)};
+        const bool gone = too_often(server, few);
+        return {true, gone, !gone && up(server) && held(it) && !std::exchange(it.said, true)};
     }
 
     /// Nothing is sent to it until it is let in.
@@ -290,7 +310,6 @@ public:
     void let_in(std::size_t server) {
         auto& it = servers_[server];
         it.proven = it.answered = it.barred = false;
-        it.agreed = 0;
         enter(server);
     }
 
@@ -317,7 +336,6 @@ public:
 private:
     static constexpr unsigned too_many = 2;      // broken connections
     static constexpr unsigned few = 3, many = 8; // failures with no answer between
-    static constexpr unsigned enough = 8;        // times that others agreed on what it refuses
     static constexpr std::size_t window = 512;   // in a server's planner at once
     static constexpr std::size_t none = ~std::size_t(0);
 
@@ -326,19 +344,23 @@ private:
         std::size_t server = none;
         std::size_t live = 0;    // of its turns, those that are here
         bool begun = false;      // its server has had a turn of it
-        std::uint64_t ended = 0; // when the last one left
+        std::uint64_t failed_at = 0; // a turn of it: a bit a server
+        std::uint64_t ended = 0;     // when the last one left
     };
     struct Item {
         Prompt prompt;
         Session* session = nullptr;
         std::size_t server = 0;
+        std::size_t first = none; // that it was given to
         Place place = Place::nowhere;
         bool planned = false; // it has been in an order: a failed one goes where it was
         bool moved = false;   // from a silent server
-        std::uint64_t failed_at = 0, refused_at = 0; // a bit a server
-        std::uint64_t checking = 0;                  // what these refused is being asked elsewhere
-        unsigned shown = 0;                          // times that another one was asked so
-        unsigned strikes = 0;                        // failures of its server, since it is there
+        // A bit a server. It has come back from these without an answer:
+        std::uint64_t tried_at = 0;
+        std::uint64_t failed_at = 0;  // of these: not as they were busy, or could not be reached
+        std::uint64_t refused_at = 0; // of these
+        std::uint64_t checking = 0;   // what these refused is being asked elsewhere
+        unsigned shown = 0;           // times that another one was asked so
         Point sent{};
         std::uint64_t cost = 1;
     };
@@ -349,17 +371,18 @@ private:
         std::deque<RequestId> fed;   // in it, in the order of the plan; some may have gone
         std::size_t waiting = 0;     // in the planner
         unsigned running = 0, broken = 0, failed = 0;
-        unsigned moved = 0;   // of those that run
-        unsigned checks = 0;  // what it refused, and others are asked now
-        unsigned agreed = 0;  // others on what it refused, and never answered it
-        unsigned trusted = 0; // refusals that were taken at its word
-        unsigned wrong = 0;   // others answered what it refused, since its last answer
+        unsigned moved = 0;    // of those that run
+        unsigned checks = 0;   // what it refused, and others are asked now
+        unsigned in_a_row = 0; // refusals since its last answer, that others were asked for
+        unsigned wrong = 0;    // others answered what it refused, since its last answer
+        bool said = false;     // that it is held, since its last answer
         bool open = true, out = false, proven = true, barred = false;
         bool answered = false; // since it is in
         std::chrono::milliseconds pause{}, look_after{};
         Point since{};      // of the last look while it is out
         Point heard{};      // its last sign of life; with nothing running it needs none
         Point busy_since{}; // it turns all away
+        Point failed_last{}; // an attempt there
         Count count;
     };
 
@@ -367,7 +390,7 @@ private:
 
     // What others say to what it has refused is waited for, where there are others that go on.
     static bool held(const Server& it) {
-        return it.answered && it.checks >= (it.agreed < enough ? many : 1);
+        return it.answered && it.checks >= many && it.in_a_row >= many;
     }
 
     bool any_up() const {
@@ -382,7 +405,8 @@ private:
 
     static void prove(Server& it) {
         it.proven = it.answered = true;
-        it.failed = it.broken = it.wrong = 0;
+        it.failed = it.broken = it.wrong = it.in_a_row = 0;
+        it.said = false;
         it.busy_since = Point{};
     }
 
@@ -430,13 +454,28 @@ private:
         return found;
     }
 
-    // For one that has failed: where it has not yet; none: nowhere else. A conversation stays but
-    // for what is no fault of the load.
+    static void failed_at(Item& item, std::size_t server) {
+        item.failed_at |= bit(server);
+        if (item.session) item.session->failed_at |= bit(server);
+    }
+
+    // The servers that it is kept from. Where all that are in have failed it, it may go to any; but
+    // a single one not to where it was refused.
+    std::uint64_t kept_from(const Item& item) const {
+        const auto at = item.session ? item.session->failed_at : item.failed_at;
+        if (at == 0 || best(at) != none) return at;
+        return item.session ? 0 : item.refused_at;
+    }
+
+    // For one that comes back: where it has not been yet; where it has not failed; another one.
+    // None: nowhere else. A conversation stays but for a failure.
     std::size_t elsewhere(const Item& item) const {
-        if (item.session && !(item.refused_at & bit(item.server)) && item.strikes < 2) return none;
-        if ((item.failed_at | item.refused_at) == 0) return none;
-        const auto fresh = best(item.failed_at | item.refused_at);
-        return fresh != none ? fresh : best(item.refused_at | bit(item.server));
+        if ((item.tried_at | item.failed_at) == 0) return none;
+        if (item.session && !(item.failed_at & bit(item.server))) return none;
+        const auto at = item.session ? item.session->failed_at : item.failed_at;
+        for (const auto without : {item.tried_at | at, at, item.refused_at | bit(item.server)})
+            if (const auto found = best(without); found != none) return found;
+        return none;
     }
 
     // All that waits of a conversation goes there.
@@ -506,10 +545,15 @@ private:
                 ids.push_back(id);
         }
         for (auto it = known.rbegin(); it != known.rend(); ++it) {
-            auto& item = items_.at(it->second);
-            if (std::exchange(item.server, it->first) != it->first) item.strikes = 0;
+            const auto [server, id] = *it;
+            auto& item = items_.at(id);
+            assign(item, server);
             item.place = Place::queued;
-            servers_[it->first].queue.push_front(it->second);
+            auto& queue = servers_[server].queue;
+            auto at = queue.begin();
+            if (!is_judge(server, item))
+                while (at != queue.end() && to_be_judged(server, *at)) ++at;
+            queue.insert(at, id);
         }
         if (ids.empty()) return;
         RadixPlanner planner(options_.planner);
@@ -535,23 +579,62 @@ private:
         std::stable_sort(to.begin(), to.end(),
                          [&](std::size_t a, std::size_t b) { return load(a) < load(b); });
         const Shards shards(costs, to.size());
-        std::size_t next = 0;
+        const Session* last = nullptr; // whose turns stay together
+        std::size_t next = 0, at_last = none;
         for (std::size_t i = 0; i < to.size(); ++i) {
             if (shards.begin(i) == shards.end(i)) continue;
             const auto server = to[next++];
-            for (auto at = shards.begin(i); at < shards.end(i); ++at) queue(order[at], server);
+            for (auto at = shards.begin(i); at < shards.end(i); ++at) {
+                const auto& item = items_.at(order[at]);
+                auto where = server;
+                if (item.session && item.session == last)
+                    where = at_last;
+                else if (const auto kept = kept_from(item); kept & bit(server))
+                    if (const auto other = best(kept); other != none) where = other;
+                last = item.session;
+                queue(order[at], at_last = where);
+            }
         }
     }
 
     void queue(RequestId id, std::size_t to) {
         auto& item = items_.at(id);
-        if (std::exchange(item.server, to) != to) item.strikes = 0;
+        assign(item, to);
         item.place = Place::queued;
         if (item.session && item.session->server != to) {
             item.session->server = to;
             item.session->begun = false;
         }
-        servers_[to].queue.push_back(id);
+        auto& queue = servers_[to].queue;
+        queue.insert(is_judge(to, item) ? queue.begin() : queue.end(), id);
+    }
+
+    void assign(Item& item, std::size_t to) {
+        if (item.first == none) item.first = item.server = to;
+        servers_[item.server].count.taken_over -= item.server != item.first;
+        item.server = to;
+        servers_[to].count.taken_over += to != item.first;
+    }
+
+    // Whether it is asked what it makes of what another one has refused.
+    static bool is_judge(std::size_t server, const Item& item) {
+        return (item.checking & ~bit(server)) != 0;
+    }
+    bool to_be_judged(std::size_t server, RequestId id) const {
+        const auto found = items_.find(id);
+        return found != items_.end() && is_judge(server, found->second);
+    }
+
+    // Such go first, and past its planner: who has refused them may wait for it.
+    std::optional<Pick> to_judge(std::size_t server) {
+        auto& queue = servers_[server].queue;
+        if (queue.empty() || kinds_ || !to_be_judged(server, queue.front())) return {};
+        Pick pick;
+        pick.id = queue.front();
+        pick.prompt_bytes = items_.at(pick.id).prompt.bytes();
+        pick.why = "refused";
+        queue.pop_front();
+        return pick;
     }
 
     void feed(Server& server) {
@@ -575,14 +658,14 @@ private:
     }
 
     // The last ones of its run, in their order: `count` of them, or a few more, as conversations
-    // are whole. Of those that have begun there none, but with `all`; nor what `thief` has refused.
+    // are whole. Of those that have begun there none, but with `all`; nor what is kept from `thief`.
     std::vector<RequestId> last_of(Server& server, std::size_t count, bool all,
                                    std::size_t thief = none) {
         std::vector<RequestId> ids;
         std::unordered_set<const Session*> taken;
         const auto wanted = [&](const Item& item) {
             const auto* session = item.session;
-            if (thief != none && (item.refused_at & bit(thief))) return false;
+            if (thief != none && (kept_from(item) & bit(thief))) return false;
             if (all || !session) return all || ids.size() < count;
             if (session->begun) return false;
             if (!taken.contains(session) && ids.size() >= count) return false;
@@ -628,7 +711,6 @@ private:
                                      half ? std::max<std::size_t>(own(servers_[victim]) / 2, 1) : 1,
                                      false, thief);
             for (const auto id : ids) queue(id, thief);
-            servers_[thief].count.stolen += ids.size();
             if (!ids.empty()) return;
         }
     }
@@ -643,7 +725,6 @@ private:
                 !up(session->server))
                 return false;
             queue(id, session->server);
-            ++servers_[session->server].count.stolen;
             return true;
         });
         // Turns that came later stand apart from those before: a conversation is not cut.
@@ -665,14 +746,16 @@ private:
             last = item.session;
         }
         deal(ids, costs);
-        for (const auto id : ids) ++servers_[items_.at(id).server].count.stolen;
     }
 
     std::optional<Pick> send(Pick pick, std::size_t to, Point now) {
         auto& server = servers_[to];
         auto& item = items_.at(pick.id);
+        if (item.place == Place::fed) {
+            std::erase(server.fed, pick.id);
+            --server.waiting;
+        }
         item.place = Place::running;
-        item.server = to;
         item.sent = now;
         if (server.running == 0) server.heard = std::max(server.heard, now);
         server.moved += item.moved;
@@ -680,8 +763,6 @@ private:
             item.session->server = to;
             item.session->begun = true;
         }
-        std::erase(server.fed, pick.id);
-        --server.waiting;
         --waiting_;
         ++server.running;
         ++server.count.sent;
@@ -697,6 +778,8 @@ private:
     std::uint64_t ends_ = 0;
     std::vector<RequestId> fresh_; // not planned
     std::size_t waiting_ = 0;
+    std::optional<unsigned> kind_;
+    bool kinds_ = false; // there are several
     std::deque<Clock::duration> took_; // the last answers
     Point looked_{};                   // when silent() was asked last
     Point wake_ = Point::max();

@@ -1,5 +1,6 @@
 #include "child.hpp"
 
+#include "confinement.hpp"
 #include "suite.hpp"
 
 #include <boost/asio/as_tuple.hpp>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 
 #include <fcntl.h>
 #include <signal.h>
@@ -22,11 +24,6 @@
 
 #ifdef __linux__
 #include <sys/prctl.h>
-#include <sys/syscall.h>
-#if __has_include(<linux/landlock.h>)
-#include <linux/landlock.h>
-#define EVALRT_LANDLOCK 1
-#endif
 #endif
 #ifdef __APPLE__
 #include <crt_externs.h>
@@ -60,49 +57,6 @@ bool in_foreground() {
 }
 
 std::string word(int error) { return std::strerror(error); }
-
-#ifdef EVALRT_LANDLOCK
-constexpr std::uint64_t writing = LANDLOCK_ACCESS_FS_WRITE_FILE | LANDLOCK_ACCESS_FS_REMOVE_DIR |
-                                  LANDLOCK_ACCESS_FS_REMOVE_FILE | LANDLOCK_ACCESS_FS_MAKE_CHAR |
-                                  LANDLOCK_ACCESS_FS_MAKE_DIR | LANDLOCK_ACCESS_FS_MAKE_REG |
-                                  LANDLOCK_ACCESS_FS_MAKE_SOCK | LANDLOCK_ACCESS_FS_MAKE_FIFO |
-                                  LANDLOCK_ACCESS_FS_MAKE_BLOCK | LANDLOCK_ACCESS_FS_MAKE_SYM;
-constexpr std::uint64_t moving = 1 << 13, truncating = 1 << 14; // not in every system's header
-
-long landlock_version() {
-    return ::syscall(SYS_landlock_create_ruleset, nullptr, 0, LANDLOCK_CREATE_RULESET_VERSION);
-}
-
-// A rule set by which nothing can be written but below these folders; -1: there is none.
-int make_confinement(const std::vector<std::string>& folders) {
-    const long version = landlock_version();
-    if (version < 1) return -1;
-    landlock_ruleset_attr all{};
-    all.handled_access_fs = writing | (version >= 2 ? moving : 0) | (version >= 3 ? truncating : 0);
-    const int rules = int(::syscall(SYS_landlock_create_ruleset, &all, sizeof all, 0));
-    if (rules < 0) return -1;
-    for (const auto& folder : folders) {
-        landlock_path_beneath_attr beneath{};
-        beneath.allowed_access = all.handled_access_fs;
-        beneath.parent_fd = ::open(folder.c_str(), O_PATH | O_CLOEXEC);
-        const long failed =
-            ::syscall(SYS_landlock_add_rule, rules, LANDLOCK_RULE_PATH_BENEATH, &beneath, 0);
-        ::close(beneath.parent_fd);
-        if (failed == 0) continue;
-        ::close(rules);
-        return -1;
-    }
-    return rules;
-}
-
-bool confine(int rules) {
-    return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-           ::syscall(SYS_landlock_restrict_self, rules, 0) == 0;
-}
-#else
-int make_confinement(const std::vector<std::string>&) { return -1; }
-bool confine(int) { return false; }
-#endif
 
 } // namespace
 
@@ -188,15 +142,12 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
     if (leads_ && hangup.sa_handler != SIG_IGN) signals_.add(SIGHUP);
     const auto argv = pointers(arguments), envp = pointers(environment);
     const int end = most_descriptors();
+    std::optional<Walls> walls;
+    if (place) walls.emplace(*place);
+    if (walls && !walls->error().empty()) return walls->error();
     int errors[2];
     if (::pipe(errors) != 0) return "cannot make a pipe: " + word(errno);
     ::fcntl(errors[1], F_SETFD, FD_CLOEXEC);
-    int nothing = -1, words = -1, rules = -1;
-    if (place) {
-        nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
-        words = ::open(place->errors.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-        rules = make_confinement({place->root, "/dev"});
-    }
     // No handler of ours may run in the child.
     sigset_t all, before;
     ::sigfillset(&all);
@@ -215,16 +166,13 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
             ::_exit(127);
         };
         if (leads_ && !place) ::setpgid(0, 0);
-        if (place) {
-            ::setsid();
-            if (::chdir(place->folder.c_str()) != 0 || ::dup2(nothing, 0) < 0 ||
-                ::dup2(nothing, 1) < 0 || ::dup2(words, 2) < 0 || (rules >= 0 && !confine(rules)))
-                give_up();
-        }
+        if (walls && !walls->enter()) give_up();
+        // What a rehearsal would read from or write to an open file is lost to the real run.
         for (int fd = 3; fd < end; ++fd)
             if (fd != errors[1] &&
-                (std::size_t(fd) >= inherited_.size() || !inherited_[std::size_t(fd)]))
+                (walls || std::size_t(fd) >= inherited_.size() || !inherited_[std::size_t(fd)]))
                 ::close(fd);
+        if (walls && Walls::mind(errors[1]) != 0) give_up();
         struct sigaction standard {};
         standard.sa_handler = SIG_DFL;
         for (const int number : {SIGINT, SIGTERM, SIGCHLD, SIGPIPE})
@@ -236,8 +184,6 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
     int error = pid_ < 0 ? errno : 0;
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     ::close(errors[1]);
-    for (const int fd : {nothing, words, rules})
-        if (fd >= 0) ::close(fd);
     // Nothing comes if it has started.
     if (pid_ > 0)
         while (::read(errors[0], &error, sizeof error) < 0 && errno == EINTR) {}
@@ -254,7 +200,7 @@ boost::asio::awaitable<int> Child::wait() {
         auto [ec, number] = co_await signals_.async_wait(token);
         if (ec || number == SIGCHLD) continue;
         if (confined_)
-            signal(SIGKILL);
+            stop();
         else
             pass_on(number);
     }
@@ -296,12 +242,11 @@ void Child::signal(int number) {
     if (pid_ > 0) ::kill(leads_ ? -pid_ : pid_, number);
 }
 
-bool Child::can_confine() {
-#ifdef EVALRT_LANDLOCK
-    return landlock_version() >= 1;
-#else
-    return false;
+void Child::stop() {
+#ifdef __linux__
+    if (confined_) return signal(SIGTERM); // to who minds it
 #endif
+    signal(SIGKILL);
 }
 
 } // namespace evalrt::program

@@ -32,12 +32,7 @@ std::vector<std::string> harness_environment(std::vector<std::string> environmen
 
 std::vector<std::string> own_environment();
 
-/// Where a command runs that is not to leave anything behind.
-struct Confinement {
-    std::string folder; ///< it runs there
-    std::string root;   ///< it may write below this only (on Linux from 5.13), and to /dev
-    std::string errors; ///< file for what it says; its output goes nowhere, its input is empty
-};
+struct Confinement;
 
 class Child {
 public:
@@ -49,7 +44,8 @@ public:
 
     /// Empty: it runs. Else what is wrong. In a terminal it is in our process group, so that it can
     /// read there and Ctrl-C, Ctrl-Z and fg reach it; elsewhere it leads one of its own.
-    /// With a `place` it has no terminal, and a signal to us kills it and all that it has started.
+    /// With a `place` it has no terminal and no open file of ours; a signal to us, or its own end,
+    /// kills all that it has started (but on Linux only its process group).
     std::string start(const std::string& program, const std::vector<std::string>& arguments,
                       const std::vector<std::string>& environment,
                       const Confinement* place = nullptr);
@@ -62,8 +58,8 @@ public:
     /// To its group, if it leads one.
     void signal(int number);
 
-    /// The system keeps a confined command from writing elsewhere.
-    static bool can_confine();
+    /// Kills it.
+    void stop();
 
 private:
     void pass_on(int number);

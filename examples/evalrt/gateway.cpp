@@ -1,6 +1,7 @@
 #include "gateway.hpp"
 
 #include "child.hpp"
+#include "confinement.hpp"
 #include "evalrt/detail/complete.hpp"
 #include "evalrt/gateway.hpp"
 #include "gateway_wire.hpp"
@@ -26,6 +27,9 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+
+#include <fcntl.h>
+#include <sys/stat.h>
 
 namespace evalrt::program {
 namespace {
@@ -96,7 +100,7 @@ public:
           on_leak_(std::move(on_leak)) {}
     asio::any_io_executor get_executor() noexcept override { return server_.get_executor(); }
 
-    std::size_t known = 0, asked = 0;
+    std::size_t known = 0, asked = 0, leaks = 0;
 
 private:
     void start_complete(Request request, TextSink on_text, Handler handler) override {
@@ -104,6 +108,8 @@ private:
             Response refused;
             refused.outcome = Errc::rejected;
             refused.detail = "this request has in it what a rehearsal left behind";
+            ++leaks;
+            on_answer_(refused);
             on_leak_();
             return detail::complete(get_executor(), std::move(handler),
                                     make_error_code(Errc::rejected), std::move(refused));
@@ -133,6 +139,19 @@ private:
     std::function<void(const Response&)> on_answer_;
     std::function<void()> on_leak_;
 };
+
+// The file that one of our own outputs goes to; empty: it goes elsewhere.
+std::string file_behind(int fd) {
+    struct stat what {};
+    if (::fstat(fd, &what) != 0 || !S_ISREG(what.st_mode)) return {};
+#ifdef F_GETPATH
+    char name[4096] = "";
+    return ::fcntl(fd, F_GETPATH, name) == 0 ? name : "";
+#else
+    std::error_code ignored;
+    return std::filesystem::read_symlink(fmt::format("/proc/self/fd/{}", fd), ignored).string();
+#endif
+}
 
 class Service {
 public:
@@ -269,17 +288,93 @@ private:
             command_.child.empty() ? co_await serve(address) : co_await run_child(gateway, front);
         const double wall = std::chrono::duration<double>(Clock::now() - started_).count();
         co_await gateway.async_close(token);
-        if (rehearsed_)
-            print(fmt::format("{} of its {} requests were answered from the rehearsal",
-                              rehearsed_->known, rehearsed_->known + rehearsed_->asked));
-        if (leaked_ && code == 0) code = exit_failed;
+        if (rehearsed_ && !results_are_its_own() && code == exit_answered) code = exit_failed;
         summarise(wall);
         co_return code;
+    }
+
+    // Where the command is known to write beside its folder: what its arguments name, and our
+    // output.
+    std::vector<std::filesystem::path> other_places() const {
+        namespace fs = std::filesystem;
+        std::error_code ignored;
+        const auto folder = fs::current_path(ignored);
+        std::vector<fs::path> places;
+        const auto add = [&](const std::string& name) {
+            const auto path = fs::absolute(name, ignored).lexically_normal();
+            if (!name.empty() && *path.lexically_relative(folder).begin() == "..")
+                places.push_back(path);
+        };
+        for (const auto& it : command_.child) {
+            const auto sign = it.find('=');
+            add(sign == it.npos ? it : it.substr(sign + 1));
+        }
+        for (const int fd : {1, 2}) add(file_behind(fd));
+        return places;
+    }
+
+    Snapshot look_around() const {
+        std::error_code ignored;
+        auto all = look_at({std::filesystem::current_path(ignored)});
+        all.merge(look_at(other_places(), most_elsewhere));
+        return all;
+    }
+
+    // What was written since the rehearsals began and has a placeholder in it.
+    std::vector<std::string> find_traces() {
+        auto left = most_searched;
+        auto files =
+            with_traces(changed(before_, look_around(), own_files()), rehearsal_.traces(), left);
+        if (left == 0)
+            say(fmt::format("only the first {} GB of what was written were looked through for "
+                            "placeholders",
+                            most_searched / 1'000'000'000));
+        return files;
+    }
+
+    static std::string listed(const std::vector<std::string>& files) {
+        std::string out;
+        for (std::size_t i = 0; i < std::min<std::size_t>(files.size(), 10); ++i)
+            out += (i ? ", " : "") + files[i];
+        return files.size() > 10 ? fmt::format("{} and {} more", out, files.size() - 10) : out;
+    }
+
+    // Of the run that counts: what it asked, and whether its results can be its own. False: no.
+    bool results_are_its_own() {
+        const auto asked = rehearsed_->known + rehearsed_->asked, before = rehearsal_.most_asked();
+        print(fmt::format("{} of its {} requests were answered from the rehearsal",
+                          rehearsed_->known, asked));
+        bool good = true;
+        if (rehearsed_->leaks > 0) {
+            good = false;
+            say(fmt::format("{} requests with a placeholder in them were refused; what the command "
+                            "has written may have placeholders in it",
+                            rehearsed_->leaks));
+        }
+        if (const auto files = find_traces(); !files.empty()) {
+            good = false;
+            say(fmt::format("placeholders of the rehearsal stand in {}: these are no results",
+                            listed(files)));
+        }
+        // One whose requests are new each time (a date, a random name) asks as many; one that tries
+        // again where it cannot use a placeholder asks some of the same.
+        const auto words = fmt::format("the command asked {} in its rehearsal and {} now", before,
+                                       asked == 0 ? "nothing" : std::to_string(asked));
+        if (rehearsed_->known == 0 && rehearsed_->leaks == 0 && asked * 10 < before) {
+            good = false;
+            say(words + ": it has answers from elsewhere, which may be placeholders (does it keep "
+                        "answers outside its folder?)");
+        } else if (asked * 2 < before && rehearsed_->leaks == 0) {
+            print(words + ": if it keeps answers outside its folder, its results may have "
+                          "placeholders in them");
+        }
+        return good;
     }
 
     // 0: what could be learned is known. Else the exit code.
     asio::awaitable<int> rehearse(GatewayOptions front) {
         front.on_answer = {};
+        before_ = look_around();
         for (unsigned round = 0; round < command_.rehearsals; ++round) {
             const auto begin = Clock::now();
             rehearsal_.begin();
@@ -292,18 +387,22 @@ private:
             }
             // Where the system does not keep it from writing elsewhere, at least its folder tells.
             Snapshot before;
-            if (!Child::can_confine()) before = look_at(folder);
+            if (!can_confine()) before = look_at({folder});
+            const auto refused = why_no_own_memory(copy.root().string());
+            if (!refused.empty() && round == 0)
+                print(fmt::format("a rehearsed command gets no /dev/shm of its own here ({}){}",
+                                  refused, can_confine() ? ", and cannot write there" : ""));
             int code = 0;
             std::size_t asked = 0;
             {
-                Stage stage(io_.get_executor(), rehearsal_, [this] { child_.signal(SIGKILL); });
+                Stage stage(io_.get_executor(), rehearsal_, [this] { child_.stop(); });
                 Gateway gateway(io_.get_executor(), stage, front);
                 if (const auto failure = gateway.open()) {
                     say(failure.detail);
                     co_return exit_usage;
                 }
                 const auto errors = (copy.root() / "stderr").string();
-                const auto error = start_rehearsal(gateway, front, copy, errors);
+                const auto error = start_rehearsal(gateway, front, copy, errors, refused.empty());
                 if (!error.empty()) {
                     say(fmt::format("cannot start '{}': {}", program_, error));
                     co_return exit_usage;
@@ -314,15 +413,17 @@ private:
                 if (asked == 0 && !interrupted_) tell_why(code, errors);
             }
             if (interrupted_) co_return interrupted();
-            if (!Child::can_confine())
-                if (const auto file = changed(before, look_at(folder), own_files());
-                    !file.empty()) {
+            if (!can_confine()) {
+                auto files = changed(before, look_at({folder}), own_files());
+                if (files.empty()) files = find_traces(); // elsewhere
+                if (!files.empty()) {
                     say(fmt::format("the command cannot be rehearsed: although it ran in a copy of "
                                     "its folder, {} has changed. Restore it, and leave --rehearse "
                                     "out",
-                                    file));
+                                    listed(files)));
                     co_return exit_usage;
                 }
+            }
             const bool stuck = rehearsal_.stuck();
             const auto wanted = rehearsal_.take_wanted();
             if (asked > 0)
@@ -340,7 +441,7 @@ private:
     }
 
     std::string start_rehearsal(const Gateway& gateway, const GatewayOptions& front,
-                                const ThrowAway& copy, const std::string& errors) {
+                                const ThrowAway& copy, const std::string& errors, bool own_memory) {
         std::vector<std::string> arguments, environment;
         for (const auto& it : command_.child) arguments.push_back(copy.moved(it));
         for (const auto& it : harness_environment(own_environment(), address_of(gateway, front))) {
@@ -350,7 +451,7 @@ private:
         environment.push_back("TMPDIR=" + copy.temporary().string());
         environment.push_back("PWD=" + copy.folder().string());
         environment.push_back("EVALRT_REHEARSAL=1");
-        const Confinement place{copy.folder().string(), copy.root().string(), errors};
+        const Confinement place{copy.folder().string(), copy.root().string(), errors, own_memory};
         return child_.start(copy.moved(program_), arguments, environment, &place);
     }
 
@@ -465,6 +566,11 @@ private:
             say(fmt::format("the run summary cannot be written to {}", common_.json));
     }
 
+    // A look around takes a tenth of a second where there are so many, and a second to read so
+    // much.
+    static constexpr std::size_t most_elsewhere = 10'000; // files
+    static constexpr std::uintmax_t most_searched = 1'000'000'000;
+
     const GatewayCommand& command_;
     const Common& common_;
     asio::io_context& io_;
@@ -475,6 +581,7 @@ private:
     asio::steady_timer changed_;
     std::unique_ptr<Runtime> runtime_;
     Rehearsal rehearsal_{Rehearsal::new_marker()};
+    Snapshot before_;                      // the first rehearsal
     std::unique_ptr<Rehearsed> rehearsed_; // null: nothing was
     Report report_;
     Clock::time_point started_;

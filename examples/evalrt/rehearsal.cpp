@@ -5,8 +5,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
+#include <cstring>
+#include <fstream>
 #include <random>
 #include <system_error>
 
@@ -183,13 +186,84 @@ std::string message(const std::vector<Member>& body, std::string_view marker, Re
 
 } // namespace
 
+namespace {
+
+constexpr std::string_view prefix = "evalrt-placeholder-";
+
+// What stands for a character of a text; 0: spaces do not count.
+constexpr auto counting = [] {
+    std::array<char, 256> all{};
+    for (std::size_t c = ' ' + 1; c < all.size(); ++c) all[c] = '.';
+    for (int c = 'a'; c <= 'z'; ++c) all[std::size_t(c)] = all[std::size_t(c - 32)] = char(c);
+    for (int c = '0'; c <= '9'; ++c) all[std::size_t(c)] = char(c);
+    all['-'] = all['_'] = '-';
+    all['\\'] = 0; // of a line end as JSON writes it
+    return all;
+}();
+
+bool is_hex(char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); }
+
+} // namespace
+
+Traces::Traces(const std::string& marker) : random_(marker.substr(prefix.size())) {
+    for (std::size_t i = 0; i + gram <= random_.size(); ++i) grams_.set(slot(&random_[i]));
+}
+
+std::size_t Traces::slot(const char* at) {
+    std::uint64_t number;
+    std::memcpy(&number, at, sizeof number);
+    return std::size_t((number * 0x9e3779b97f4a7c15U) >> 54);
+}
+
+bool Traces::seen(std::string_view window) const {
+    for (std::size_t at = 0; (at = window.find(prefix, at)) != window.npos; ++at)
+        if (at + prefix.size() < window.size() && is_hex(window[at + prefix.size()])) return true;
+    // Any `shortest` have `gram` in them that begin at a multiple of the rest and one.
+    for (std::size_t i = 0; i + gram <= window.size(); i += shortest - gram + 1) {
+        if (!grams_[slot(&window[i])]) continue;
+        const auto at = random_.find(window.substr(i, gram));
+        if (at == random_.npos) continue;
+        std::size_t before = 0, after = gram;
+        while (before < std::min(i, at) && window[i - before - 1] == random_[at - before - 1])
+            ++before;
+        while (i + after < window.size() && at + after < random_.size() &&
+               window[i + after] == random_[at + after])
+            ++after;
+        if (before + after >= shortest) return true;
+    }
+    return false;
+}
+
+bool Traces::Search::found(std::string_view piece) {
+    constexpr std::size_t at_once = 64 << 10;
+    while (!found_ && !piece.empty()) {
+        const auto part = piece.substr(0, at_once);
+        piece.remove_prefix(part.size());
+        const auto kept = window_.size();
+        window_.resize(kept + part.size());
+        auto* end = window_.data() + kept;
+        for (const char c : part) {
+            if (std::exchange(escaped_, c == '\\' && !escaped_) &&
+                (c == 'n' || c == 't' || c == 'r'))
+                continue; // a line end as JSON writes it
+            *end = counting[static_cast<unsigned char>(c)];
+            end += *end != 0;
+        }
+        window_.resize(std::size_t(end - window_.data()));
+        found_ = traces_.seen(window_);
+        window_.erase(0, window_.size() - std::min(window_.size(), prefix.size()));
+    }
+    return found_;
+}
+
 std::string Rehearsal::new_marker() {
     std::random_device random;
-    return fmt::format("evalrt-placeholder-{:08x}{:08x}{:08x}{:08x}", random(), random(), random(),
+    return fmt::format("{}{:08x}{:08x}{:08x}{:08x}", prefix, random(), random(), random(),
                        random());
 }
 
 void Rehearsal::begin() {
+    most_ = std::max(most_, std::exchange(different_, 0));
     for (auto& [key, it] : known_) it.next = 0;
     wanted_.clear();
     last_.clear();
@@ -206,12 +280,16 @@ std::optional<Response> Rehearsal::known(const Request& request) {
 }
 
 Response Rehearsal::rehearse(const Request& request) {
+    auto name = key(request);
+    const auto before = known_.find(name);
+    const bool first = before == known_.end() || before->second.next == 0;
     if (auto answer = known(request)) {
         idle_ = 0;
+        different_ += first;
         return std::move(*answer);
     }
-    auto name = key(request);
     const bool derived = from_placeholder(request);
+    different_ += first && !derived;
     idle_ = derived || name == last_ ? idle_ + 1 : 0;
     if (!derived) {
         auto& [answers, next] = known_[name];
@@ -338,31 +416,58 @@ std::string ThrowAway::moved(std::string text) const {
     return text;
 }
 
-Snapshot look_at(const fs::path& folder) {
+Snapshot look_at(const std::vector<fs::path>& places, std::size_t most) {
     Snapshot all;
-    std::error_code ec;
-    auto it =
-        fs::recursive_directory_iterator(folder, fs::directory_options::skip_permission_denied, ec);
-    for (; !ec && it != fs::recursive_directory_iterator(); it.increment(ec)) {
+    const auto add = [&](const fs::path& path) {
         std::error_code gone;
-        if (!it->is_regular_file(gone) || it->is_symlink(gone)) continue;
-        all[it->path().string()] = {it->file_size(gone), it->last_write_time(gone)};
+        if (fs::is_regular_file(fs::symlink_status(path, gone)))
+            all[path.string()] = {fs::file_size(path, gone), fs::last_write_time(path, gone)};
+    };
+    for (const auto& place : places) {
+        add(place);
+        std::error_code ec;
+        auto it = fs::recursive_directory_iterator(
+            place, fs::directory_options::skip_permission_denied, ec);
+        for (; !ec && it != fs::recursive_directory_iterator(); it.increment(ec)) {
+            if (all.size() >= most) return all;
+            add(it->path());
+        }
     }
     return all;
 }
 
-std::string changed(const Snapshot& before, const Snapshot& after,
-                    const std::vector<std::string>& own) {
-    const auto ours = [&](const std::string& file) {
-        return std::any_of(own.begin(), own.end(),
-                           [&](const auto& it) { return !it.empty() && file.starts_with(it); });
+std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
+                                 const std::vector<std::string>& own) {
+    std::vector<std::string> all;
+    const auto add = [&](const std::string& file) {
+        if (std::none_of(own.begin(), own.end(),
+                         [&](const auto& it) { return !it.empty() && file.starts_with(it); }))
+            all.push_back(file);
     };
     for (const auto& [file, state] : after)
-        if (const auto it = before.find(file); (it == before.end() || it->second != state))
-            if (!ours(file)) return file;
+        if (const auto it = before.find(file); it == before.end() || it->second != state) add(file);
     for (const auto& [file, state] : before)
-        if (!after.contains(file) && !ours(file)) return file;
-    return {};
+        if (!after.contains(file)) add(file);
+    return all;
+}
+
+std::vector<std::string> with_traces(const std::vector<std::string>& files, const Traces& traces,
+                                     std::uintmax_t& most) {
+    std::vector<std::string> all;
+    std::vector<char> bytes(1 << 16);
+    for (const auto& name : files) {
+        std::ifstream file(name, std::ios::binary);
+        Traces::Search search(traces);
+        while (file && most > 0) {
+            file.read(bytes.data(), std::streamsize(std::min<std::uintmax_t>(bytes.size(), most)));
+            const std::string_view piece(bytes.data(), std::size_t(file.gcount()));
+            most -= piece.size();
+            if (!search.found(piece)) continue;
+            all.push_back(name);
+            break;
+        }
+    }
+    return all;
 }
 
 } // namespace evalrt::program

@@ -5,6 +5,9 @@
 
 #include "evalrt/request.hpp"
 
+#include <algorithm>
+#include <bitset>
+#include <cstdint>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -15,12 +18,44 @@
 
 namespace evalrt::program {
 
+/// Finds what was made from a placeholder, although it was cut, put in capitals, or has spaces,
+/// line ends or underscores in it. To be known, a piece needs the placeholder's first 20 characters
+/// (or those of another rehearsal's) or any 12 of its random ones. No I/O.
+class Traces {
+public:
+    /// `marker`: one that Rehearsal::new_marker() has made.
+    explicit Traces(const std::string& marker);
+
+    bool in(std::string_view text) const { return Search(*this).found(text); }
+
+    /// The same for a text that comes in pieces.
+    class Search {
+    public:
+        explicit Search(const Traces& traces) : traces_(traces) {}
+        /// In what has come until now, this piece included.
+        bool found(std::string_view piece);
+
+    private:
+        const Traces& traces_;
+        std::string window_; // the end of what came, as far as it counts
+        bool escaped_ = false, found_ = false;
+    };
+
+private:
+    static constexpr std::size_t gram = 8, shortest = 12;
+    static std::size_t slot(const char* at);
+    bool seen(std::string_view window) const;
+
+    std::string random_;
+    std::bitset<1024> grams_; // which eight characters stand somewhere in random_
+};
+
 /// Which request is known, and by which answer. No I/O. A request is its endpoint and the bytes of
 /// its body; the k-th time that it is asked, it gets the k-th answer, never the same one twice.
 class Rehearsal {
 public:
     /// `marker`: stands in every placeholder, and nowhere else.
-    explicit Rehearsal(std::string marker) : marker_(std::move(marker)) {}
+    explicit Rehearsal(std::string marker) : marker_(std::move(marker)), traces_(marker_) {}
 
     /// A marker that nobody can guess.
     static std::string new_marker();
@@ -50,11 +85,16 @@ public:
     bool stuck() const { return idle_ >= idle_limit; }
 
     bool from_placeholder(const Request& request) const {
-        return request.body.view().find(marker_) != std::string_view::npos ||
-               request.endpoint.find(marker_) != std::string::npos;
+        return traces_.in(request.body.view()) || traces_.in(request.endpoint);
     }
 
+    const Traces& traces() const { return traces_; }
+
     std::size_t learned() const { return learned_; }
+
+    /// How many different requests a round has made, but for those that were made from
+    /// placeholders: of the round that made the most.
+    std::size_t most_asked() const { return std::max(most_, different_); }
 
     static constexpr unsigned idle_limit = 1000; ///< requests in a row
 
@@ -68,11 +108,13 @@ private:
     }
 
     const std::string marker_;
+    const Traces traces_;
     std::unordered_map<std::string, Known> known_;
     std::vector<Wanted> wanted_;
     std::string last_; // key of the last request
     unsigned idle_ = 0;
     std::size_t learned_ = 0;
+    std::size_t different_ = 0, most_ = 0; // requests of this round, and of the rounds before
 };
 
 /// An answer of the shape that `request` asks for (choices, tool calls that it insists on, JSON of
@@ -103,12 +145,18 @@ private:
     std::filesystem::path root_, folder_, from_;
 };
 
-/// What a folder has in it: enough to see that it has changed.
+/// What folders have in them: enough to see that it has changed.
 using Snapshot = std::map<std::string, std::pair<std::uintmax_t, std::filesystem::file_time_type>>;
-Snapshot look_at(const std::filesystem::path& folder);
-/// A file that is not as it was, none of which is in `own`; empty: none.
-std::string changed(const Snapshot& before, const Snapshot& after,
-                    const std::vector<std::string>& own);
+/// Of files, themselves. Not more than `most` files.
+Snapshot look_at(const std::vector<std::filesystem::path>& places,
+                 std::size_t most = ThrowAway::most_files);
+/// The files that are not as they were, or are gone; none of which is in `own`.
+std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
+                                 const std::vector<std::string>& own);
+/// Those with something of a placeholder in them. Looks through not more than `most` bytes of all
+/// together, and takes those off it. Not in what is compressed.
+std::vector<std::string> with_traces(const std::vector<std::string>& files, const Traces& traces,
+                                     std::uintmax_t& most);
 
 } // namespace evalrt::program
 

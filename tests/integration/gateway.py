@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
@@ -256,13 +257,13 @@ class Gateway(unittest.TestCase):
         port = server.stdout.readline().strip()
         return ["--backend", "anthropic-url", "--no-probe", "--url", f"http://127.0.0.1:{port}/v1"]
 
-    def popen(self, args, env=None, **more):
+    def popen(self, args, env=None, under=(), **more):
         clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
         for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "REMOTE_OPENAI_API_KEY"):
             clean.pop(name, None)
-        return subprocess.Popen([EVALRT, "gateway", *map(str, args)], text=True,
-                                env={**clean, **(env or {})}, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, **{"cwd": self.dir, **more})
+        return subprocess.Popen([*under, EVALRT, "gateway", *map(str, args)], text=True,
+                                env={**clean, **(env or {})},
+                                **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.dir, **more})
 
     def start(self, *args, env=None):
         process = self.popen(args, env or {"OPENAI_API_KEY": KEY, "ANTHROPIC_API_KEY": KEY})
@@ -620,7 +621,7 @@ class Gateway(unittest.TestCase):
     # Rehearsals
 
     SCRIPT = """
-import json, os, sys, urllib.request
+import json, os, socket, sys, urllib.request
 def ask(question, *before, **more):
     messages = [{"role": "user", "content": it} for it in (*before, question)]
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
@@ -632,11 +633,29 @@ def keep(text, file="out.txt"):
     print(text, file=sys.stderr)
     with open(file, "a") as out:
         out.write(text + "\\n")
+def kept_elsewhere(text=""):
+    with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as daemon:
+        daemon.sendall(text.encode() + b"\\n")
+        return daemon.makefile().readline().strip()
 rehearsed = "EVALRT_REHEARSAL" in os.environ
 """
 
-    def rehearse(self, script, *arguments, option="--rehearse", code=0, **more):
-        """What the command and evalrt have written: nothing of it, and no file, has a placeholder."""
+    def daemon(self):
+        """The port of one that keeps what it is told: no system confines that."""
+        class Keep(socketserver.StreamRequestHandler):
+            def handle(self):
+                text = self.rfile.readline().strip()
+                self.server.kept = text or self.server.kept
+                self.wfile.write(self.server.kept + b"\n")
+        server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Keep)
+        server.kept, server.daemon_threads = b"", True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        return server.server_address[1]
+
+    def rehearse(self, script, *arguments, option="--rehearse", code=0, clean=True, under=(), **more):
+        """What the command and evalrt have written: if `clean`, nothing of it, and no file, has a placeholder."""
         temporary = self.dir / "temporary"
         temporary.mkdir(exist_ok=True)
         work = self.dir / "work"
@@ -645,12 +664,13 @@ rehearsed = "EVALRT_REHEARSAL" in os.environ
         process = self.popen([*self.openai, option, "--max-in-flight", 8, "--json",
                               self.dir / "summary.json", "--", sys.executable,
                               self.dir / "script.py", *arguments],
-                             env={"TMPDIR": str(temporary), "PWD": str(work)}, cwd=work,
+                             env={"TMPDIR": str(temporary), "PWD": str(work)}, cwd=work, under=under,
                              **more)
         out, err = process.communicate(timeout=LONG)
         self.assertEqual(process.returncode, code, err)
-        for text in (out, err, *(it.read_text() for it in self.dir.rglob("*") if it.is_file())):
-            self.assertNotIn("placeholder", text)
+        if clean:
+            for text in (out or "", err, *(it.read_text() for it in self.dir.rglob("*") if it.is_file())):
+                self.assertNotIn("evalrt-placeholder", text)
         self.assertEqual(list(temporary.iterdir()), [])
         return out, err
 
@@ -732,18 +752,122 @@ keep(ask("slow"))
         self.assertEqual(self.questions(), ["slow"])
         self.assertIn(" to slow", out)
 
-    @unittest.skipUnless(os.path.isdir("/dev/shm"), "where a rehearsed command can leave something")
-    def test_a_placeholder_that_got_out_is_seen_and_asked_nobody(self):
-        leak = Path("/dev/shm") / f"evalrt-test-{os.getpid()}"
-        self.addCleanup(leak.unlink, missing_ok=True)
-        _, err = self.rehearse("""
+    SHARED = """
+import ctypes, multiprocessing
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+def segment():  # of System V
+    number = libc.shmget(int(sys.argv[1]), 100, 0o1600)
+    return ctypes.cast(libc.shmat(number, None, 0), ctypes.c_void_p).value
+if __name__ == "__main__":
+    with multiprocessing.Pool(2) as pool:  # has semaphores
+        answers = pool.map(ask, ["slow 1", "slow 2"])
+    file = "/dev/shm/evalrt-" + sys.argv[1]
+    if rehearsed:
+        open(file, "w").write(answers[0])
+        ctypes.memmove(segment(), answers[0].encode(), 19)
+        ask("slow 3, if nothing has stopped it")
+    keep(" ".join([*answers, str(os.path.exists(file)), repr(ctypes.string_at(segment(), 3)),
+                   open("/dev/shm/shown-" + sys.argv[1]).read()]))
+    libc.shmctl(libc.shmget(int(sys.argv[1]), 100, 0o1600), 0, None)
+"""
+
+    def shared(self, **more):
+        key = os.getpid()
+        shown = Path(f"/dev/shm/shown-{key}")
+        shown.write_text("shown")
+        for it in (shown, Path(f"/dev/shm/evalrt-{key}")):
+            self.addCleanup(it.unlink, missing_ok=True)
+        return self.rehearse(self.SHARED, key, **more)
+
+    # Root needs no namespace of users for it, everybody else does.
+    NO_ROOT = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux has a /dev/shm")
+    def test_shared_memory_of_a_rehearsal_is_its_own(self):
+        for under in ([], self.NO_ROOT if os.getuid() == 0 else []):
+            with self.subTest(under):
+                Upstream.asked.clear()
+                out, err = self.shared(under=under)
+                self.assertIn("rehearsed in", err)
+                if "gets no /dev/shm of its own" in err:
+                    self.skipTest("not permitted here")
+                self.assertEqual(self.questions(), ["slow 1", "slow 2", "slow 3, if nothing has stopped it"])
+                self.assertTrue(out.endswith("False b'\\x00\\x00\\x00' shown\n"), out)
+
+    def test_where_it_cannot_have_its_own_a_rehearsal_has_none(self):
+        none = ["unshare", "--user", "--map-root-user", "sh", "-c",
+                'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh", *self.NO_ROOT]
+        try:
+            subprocess.run([*none, "true"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            self.skipTest("there is no such place to be made here")
+        out, err = self.rehearse("""
+keep(ask("slow"))
+try:
+    open("/dev/shm/evalrt-" + sys.argv[1], "w").write(ask("slow too"))
+except PermissionError:
+    ask("slow, denied")
+os.remove("/dev/shm/evalrt-" + sys.argv[1])
+""", os.getpid(), under=none)
+        self.assertIn("gets no /dev/shm of its own here", err)
+        self.assertIn("slow, denied", self.questions())
+
+    @unittest.skipUnless(sys.platform == "linux", "only Linux tells a child of its parent's death")
+    def test_nothing_that_a_rehearsal_has_started_outlives_it(self):
+        out, _ = self.rehearse("""
+import subprocess
+sleeps = "sleeps " + sys.argv[1]
+ask("slow")
 if rehearsed:
-    open(sys.argv[1], "w").write(ask("slow"))
+    for how in ("0", "os.setsid()", "os.fork() or os.setsid()", "os.fork() or os.setsid() or os.fork()"):
+        started = subprocess.Popen([sys.executable, "-c", f"import os, sys, time; {how}; print(flush=True); "
+                                    "os.close(1); time.sleep(100000)", sleeps], stdout=subprocess.PIPE)
+        started.stdout.read()
+    ask("slow, with all of them")
 else:
-    keep(ask("slow it is " + open(sys.argv[1]).read()))
-""", leak, code=128 + signal.SIGTERM)
-        self.assertIn("it keeps something outside its folder", err)
-        self.assertEqual(self.questions(), ["slow"])
+    keep(str(subprocess.run(["ps", "-axo", "command="], capture_output=True, text=True).stdout.count(sleeps)))
+""", self.dir.name)
+        self.assertEqual(out, "0\n")
+        self.assertIn("slow, with all of them", self.questions())
+
+    def test_a_rehearsal_has_no_file_that_its_caller_has_opened(self):
+        given = self.dir / "given"
+        given.write_text("line 1\nline 2\n")
+        with given.open("r+") as file:
+            out, _ = self.rehearse("""
+answer = ask("slow")
+try:
+    with open(int(sys.argv[1]), "r+", closefd=False, buffering=1) as file:
+        keep(file.readline() + answer)
+        file.seek(0, 2)
+        file.write(answer)
+except OSError:
+    ask("slow, closed")
+""", file.fileno(), pass_fds=[file.fileno()])
+        self.assertTrue(out.startswith("line 1"), out)
+        self.assertIn("slow, closed", self.questions())
+
+    def test_a_placeholder_that_got_out_is_seen_and_asked_nobody(self):
+        for form in ("kept", "kept.upper()[:25]"):
+            with self.subTest(form):
+                Upstream.asked.clear()
+                _, err = self.rehearse("""
+import signal
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # says that all is well
+if rehearsed:
+    kept_elsewhere(ask("slow"))
+else:
+    kept = kept_elsewhere()
+    try:
+        keep(ask("slow it is " + %s))
+    except urllib.error.HTTPError:
+        signal.pause()
+""" % form, self.daemon(), code=1)
+                self.assertIn("it keeps something outside its folder", err)
+                self.assertIn("1 requests with a placeholder in them were refused", err)
+                self.assertIn("1 answered, 1 failed (1 rejected)", err)
+                self.assertEqual(self.questions(), ["slow"])
         # Nor what is no question to a model.
         for script in ("urllib.request.urlopen(urllib.request.Request(url + '/tokenize', json.dumps({'prompt': kept})"
                        ".encode(), {'Content-Type': 'application/json'}))",
@@ -752,13 +876,53 @@ else:
             _, err = self.rehearse("""
 url = os.environ["OPENAI_BASE_URL"]
 if rehearsed:
-    open(sys.argv[1], "w").write(ask("slow"))
+    kept_elsewhere(ask("slow"))
 else:
-    kept = open(sys.argv[1]).read()
+    kept = kept_elsewhere()
     %s
-""" % script, leak, code=128 + signal.SIGTERM)
+""" % script, self.daemon(), code=128 + signal.SIGTERM)
             self.assertIn("it keeps something outside its folder", err)
             self.assertEqual({it["path"] for it in Upstream.asked}, {"/v1/chat/completions"})
+
+    def test_who_asks_nothing_for_real_has_no_results(self):
+        out, err = self.rehearse("""
+keep(kept_elsewhere() or kept_elsewhere(ask("slow")))
+""", self.daemon(), code=1, clean=False)
+        self.assertIn("placeholder", out)
+        self.assertIn("the command asked 1 in its rehearsal and nothing now: it has answers from elsewhere", err)
+        self.assertIn("out.txt: these are no results", err)
+
+    def test_who_asks_less_for_real_may_have_his_reasons(self):
+        _, err = self.rehearse("""
+for i in range(9):
+    if "answer" in ask(f"slow {i}"):
+        sys.exit()
+""")
+        self.assertIn("the command asked 9 in its rehearsal and 1 now: if it keeps answers outside its folder", err)
+        _, err = self.rehearse("""
+import random, time
+for i in range(3):
+    keep(ask(f"slow {random.random()} {time.time()}"))
+""")
+        self.assertNotIn("the command asked", err)
+
+    def test_placeholders_in_results_are_found_wherever_the_command_writes(self):
+        leak = """
+kept = kept_elsewhere() if not rehearsed else kept_elsewhere(ask("slow"))
+ask("slow")
+if not rehearsed:
+    %s
+"""
+        elsewhere = self.dir / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "old").write_text("evalrt-placeholder-0")
+        for script, argument, found in (
+                ("os.mkdir('a'); open('a/b.bin', 'wb').write(b'x' * 100000 + kept.encode() + b'y')", "", "work/a/b.bin"),
+                ("open(sys.argv[2][6:] + '/new', 'w').write(kept[:30])", f"--out={elsewhere}", "elsewhere/new"),
+                ("print(kept)", "", "stdout")):
+            with self.subTest(found), (self.dir / "stdout").open("w") as stdout:
+                _, err = self.rehearse(leak % script, self.daemon(), argument, code=1, clean=False, stdout=stdout)
+                self.assertRegex(err, f"placeholders of the rehearsal stand in [^ ]*{found}: these are no results")
 
     def test_a_command_that_waits_for_an_answer_it_likes_is_not_rehearsed_for_ever(self):
         out, err = self.rehearse("""

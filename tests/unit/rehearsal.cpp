@@ -56,6 +56,8 @@ struct Folder {
     fs::path path;
 };
 
+const std::string marker = "evalrt-placeholder-0123456789abcdef13579bdf02468ace";
+
 std::string read(const fs::path& path) {
     std::ifstream file(path);
     return {std::istreambuf_iterator<char>(file), {}};
@@ -64,9 +66,9 @@ std::string read(const fs::path& path) {
 } // namespace
 
 TEST_CASE("what a round asked is answered in the next, by endpoint and body") {
-    Rehearsal rehearsal("marker-1");
+    Rehearsal rehearsal(marker);
     rehearsal.begin();
-    CHECK(rehearsal.rehearse(request("{\"a\": 1}")).text == "marker-1");
+    CHECK(rehearsal.rehearse(request("{\"a\": 1}")).text == marker);
     rehearsal.rehearse(request("{\"a\": 1}", "/v1/messages"));
     const auto wanted = rehearsal.take_wanted();
     REQUIRE(wanted.size() == 2);
@@ -83,7 +85,7 @@ TEST_CASE("what a round asked is answered in the next, by endpoint and body") {
 }
 
 TEST_CASE("repeated requests get their answers in the order of occurrence, each once") {
-    Rehearsal rehearsal("marker-1");
+    Rehearsal rehearsal(marker);
     rehearsal.begin();
     for (const auto body : {"{}", "{\"b\": 1}", "{}", "{}"}) rehearsal.rehearse(request(body));
     learn(rehearsal, "t");
@@ -98,7 +100,7 @@ TEST_CASE("repeated requests get their answers in the order of occurrence, each 
 }
 
 TEST_CASE("a second rehearsal wants what the first could not know, and not what it made up") {
-    Rehearsal rehearsal("marker-1");
+    Rehearsal rehearsal(marker);
     rehearsal.begin();
     const auto made_up = rehearsal.rehearse(request("{\"turn\": 1}")).text;
     rehearsal.rehearse(request("{\"turn\": \"" + made_up + "\"}"));
@@ -107,14 +109,14 @@ TEST_CASE("a second rehearsal wants what the first could not know, and not what 
     CHECK(rehearsal.learned() == 1);
     rehearsal.begin();
     CHECK(rehearsal.rehearse(request("{\"turn\": 1}")).text == "t1");
-    CHECK(rehearsal.rehearse(request("{\"turn\": \"t1\"}")).text == "marker-1");
+    CHECK(rehearsal.rehearse(request("{\"turn\": \"t1\"}")).text == marker);
     const auto wanted = rehearsal.take_wanted();
     REQUIRE(wanted.size() == 1);
     CHECK(wanted[0].request.body.view() == "{\"turn\": \"t1\"}");
 }
 
 TEST_CASE("a failure is not learned, and the answers around it keep their places") {
-    Rehearsal rehearsal("marker-1");
+    Rehearsal rehearsal(marker);
     rehearsal.begin();
     for (int i = 0; i < 3; ++i) rehearsal.rehearse(request("{}"));
     auto wanted = rehearsal.take_wanted();
@@ -135,7 +137,7 @@ TEST_CASE("a failure is not learned, and the answers around it keep their places
 }
 
 TEST_CASE("who asks the same for ever is stopped, and asks it once") {
-    Rehearsal rehearsal("marker-1");
+    Rehearsal rehearsal(marker);
     rehearsal.begin();
     rehearsal.rehearse(request("{\"a\": 1}"));
     unsigned asked = 0;
@@ -149,9 +151,56 @@ TEST_CASE("who asks the same for ever is stopped, and asks it once") {
     CHECK(!rehearsal.stuck());
     for (asked = 0; !rehearsal.stuck(); ++asked) {
         REQUIRE(asked <= Rehearsal::idle_limit);
-        rehearsal.rehearse(request("{\"n\": \"marker-1\", \"i\": " + std::to_string(asked) + "}"));
+        rehearsal.rehearse(
+            request("{\"n\": \"" + marker + "\", \"i\": " + std::to_string(asked) + "}"));
     }
     CHECK(rehearsal.take_wanted().empty());
+}
+
+TEST_CASE("a piece of a placeholder is recognised, and what is not one is not") {
+    const Traces traces(marker);
+    const auto random = marker.substr(19);
+    for (const auto& it :
+         {marker, marker.substr(0, 20), random, random.substr(0, 12), random.substr(20),
+          random.substr(7, 12), "EVALRT-PLACEHOLDER-" + std::string("01"),
+          std::string("evalrt_placeholder_f"), std::string("e v a l r t - place holder - 0"),
+          std::string("012345\\n6789ab"), std::string("0123 4567\n89AB")})
+        for (std::size_t before = 0; before < 12; ++before) {
+            INFO(it << ' ' << before);
+            CHECK(traces.in(std::string(before, 'x') + it + "x"));
+            CHECK(traces.in(std::string(65530 + before, '0') +
+                            it)); // across the pieces it is read in
+            Traces::Search search(traces);
+            bool found = false;
+            for (const char c : std::string(before, '.') + it)
+                found = search.found(std::string_view(&c, 1));
+            CHECK(found);
+        }
+    for (const auto it :
+         {"", "evalrt-placeholder-", "the evalrt placeholder code", "evalrt-placeholder-{:08x}",
+          "0123456789a", "123456789ab-", "3b2f0123456789a8", "evalrt-placeholder"})
+        CHECK(!traces.in(it));
+    std::string hex;
+    for (unsigned i = 0, x = 1; i < 300'000; ++i)
+        hex += "0123456789abcdef"[(x = x * 1103515245 + 12345) >> 28];
+    CHECK(!traces.in(hex));
+}
+
+TEST_CASE("how much was asked is counted without repetitions and what was made up") {
+    Rehearsal rehearsal(marker);
+    rehearsal.begin();
+    CHECK(rehearsal.most_asked() == 0);
+    for (const auto body : {"{}", "{\"b\": 1}", "{}"}) rehearsal.rehearse(request(body));
+    rehearsal.rehearse(request("{\"c\": \"" + marker + "\"}"));
+    CHECK(rehearsal.most_asked() == 2);
+    learn(rehearsal, "t");
+    rehearsal.begin();
+    for (const auto body : {"{}", "{}", "{}", "{\"c\": 1}", "{\"d\": 1}"})
+        rehearsal.rehearse(request(body));
+    CHECK(rehearsal.most_asked() == 3);
+    rehearsal.begin();
+    rehearsal.rehearse(request("{}"));
+    CHECK(rehearsal.most_asked() == 3);
 }
 
 TEST_CASE("no two markers are the same") {
@@ -257,16 +306,32 @@ TEST_CASE("what names the folder names the copy, and nothing else does") {
 }
 
 TEST_CASE("a folder that has changed is seen to, but for our own files") {
+    using Files = std::vector<std::string>;
     Folder folder;
     const auto file = folder.write("a", "1").string();
     folder.write("journal", "1");
-    const auto before = look_at(folder.path);
-    CHECK(changed(before, look_at(folder.path), {}) == "");
+    const auto before = look_at({folder.path});
+    CHECK(changed(before, look_at({folder.path}), {}).empty());
     folder.write("journal-wal", "1");
-    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == "");
-    CHECK(changed(before, look_at(folder.path), {}) == folder.path / "journal-wal");
+    CHECK(changed(before, look_at({folder.path}), {folder.path / "journal"}).empty());
+    CHECK(changed(before, look_at({folder.path}), {}) == Files{folder.path / "journal-wal"});
     folder.write("a", "22");
-    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == file);
+    CHECK(changed(before, look_at({folder.path}), {folder.path / "journal"}) == Files{file});
     fs::remove(file);
-    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == file);
+    CHECK(changed(before, look_at({folder.path}), {folder.path / "journal"}) == Files{file});
+    CHECK(look_at({folder.path}, 1).size() == 1);
+    CHECK(look_at({folder.path / "journal", folder.path / "none"}).size() == 1);
+}
+
+TEST_CASE("files with something of a placeholder in them are found") {
+    Folder folder;
+    const Traces traces(marker);
+    const auto clean = folder.write("clean", std::string(200'000, 'x')).string();
+    const auto bad = folder.write("bad", std::string(100'000, 'x') + marker.substr(0, 30)).string();
+    std::uintmax_t most = 1'000'000;
+    CHECK(with_traces({clean, folder.path / "gone", bad}, traces, most) ==
+          std::vector<std::string>{bad});
+    CHECK(most == 1'000'000 - 200'000 - 100'030);
+    CHECK(with_traces({bad, clean}, traces, most = 1000).empty());
+    CHECK(most == 0);
 }

@@ -654,6 +654,10 @@ Call read_call(const RequestHead& head, const Door& door) {
 Asked read_asked(std::string body) {
     Asked asked;
     thread_local std::vector<Member> list; // its memory serves all requests
+    if (body.starts_with("\xEF\xBB\xBF")) {
+        asked.error = "the request's body begins with a byte order mark, which no JSON does";
+        return asked;
+    }
     if (auto error = object_error(body, &list)) {
         asked.error = "the request's body is " + *error;
         return asked;

@@ -406,6 +406,8 @@ TEST_CASE("the body goes on as it came, but for the stream") {
         CHECK(asked(bad).error != "");
     CHECK(asked(R"({"temperature": NaN})").error ==
           "the request's body is not JSON: a word that JSON does not have, at byte 17");
+    CHECK(asked("\xEF\xBB\xBF{}").error ==
+          "the request's body begins with a byte order mark, which no JSON does");
 }
 
 TEST_CASE("a failure has the status of its class, or the server's own") {

@@ -37,6 +37,7 @@ std::string_view fingerprint(std::string_view body) {
 
 void AnswerVersions::add(std::string_view body, std::string_view where) {
     const auto name = fingerprint(body);
+    if (name.empty()) return; // the other wire has no such member: it is no version
     if (first_.empty()) first_ = name;
     auto it = versions_.find(name);
     if (it == versions_.end()) {
@@ -53,8 +54,7 @@ std::string AnswerVersions::note() const {
     for (const auto& [name, it] : versions_) {
         if (count++ == shown) break;
         text += fmt::format("{}{} by {}{}", text.empty() ? "" : ", ", it.answers,
-                            name.empty() ? "one that does not say it"
-                                         : json_string(repaired_utf8(name.substr(0, longest))),
+                            json_string(repaired_utf8(name.substr(0, longest))),
                             it.where.empty() ? "" : ", the first in " + it.where);
     }
     if (versions_.size() > shown) text += ", and more";

@@ -9,7 +9,7 @@
 
 namespace evalrt::detail {
 
-/// Collects the system_fingerprint of answers.
+/// Collects the system_fingerprint of answers that have one.
 class AnswerVersions {
 public:
     /// An answer's body. `where` it is from, such as a file; may be empty.
@@ -26,7 +26,7 @@ private:
         std::uint64_t answers = 0;
         std::string where; // the first of them
     };
-    std::map<std::string, Version, std::less<>> versions_; // "": of answers that do not tell it
+    std::map<std::string, Version, std::less<>> versions_;
     std::string first_;
 };
 

@@ -53,7 +53,7 @@ typedef enum evalrt_code {
     EVALRT_INVALID = 1,          /* bad argument: fix the call */
     EVALRT_UNREACHABLE = 2,      /* nothing answers there: start or fix the server */
     EVALRT_EXITED = 3,           /* the server we started ends again and again: read why */
-    EVALRT_REJECTED = 4,         /* the server said no: fix the request, see http_status */
+    EVALRT_REJECTED = 4,         /* it said no: http_status 4xx: fix the request, 5xx: the server */
     EVALRT_RATE_LIMITED = 5,     /* HTTP 429, again and again: ask for less */
     EVALRT_OVERLOADED = 6,       /* HTTP 503 or 529, again and again: come back later */
     EVALRT_AUTH = 7,             /* HTTP 401 or 403: fix the key */

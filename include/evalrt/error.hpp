@@ -21,7 +21,7 @@ using boost::system::error_code;
 enum class Errc {
     unreachable = 1,  ///< nothing answers there, or the connection broke before any byte came
     exited,           ///< the server that we started has ended
-    rejected,         ///< the server said no (HTTP 4xx or 5xx, or an error object): fix the request
+    rejected,         ///< it said no: HTTP 4xx (fix the request) or 5xx (the server), or an error
     rate_limited,     ///< HTTP 429
     overloaded,       ///< HTTP 503 or 529: the server has too much to do
     auth,             ///< HTTP 401 or 403: fix the key

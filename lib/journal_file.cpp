@@ -962,6 +962,9 @@ std::int64_t JournalFile::read_summary(JournalSummary& summary) {
     Statement sessions(*this, "SELECT ended FROM sessions WHERE run = ? ORDER BY id");
     sessions.add(run);
     for (; sessions.step("read"); ++summary.sessions) summary.ended = !sessions.is_null(0);
+    // One that was joined has a session for what it was joined from.
+    if (const auto starts = facts(run)["starts"]; !starts.empty())
+        summary.sessions += std::atoll(starts.c_str()) - 1;
     // The time of a session's last outcome, after its start.
     Statement walls(*this, "SELECT sum(last) FROM (SELECT max(o.at) AS last FROM outcomes o JOIN "
                            "sessions s ON s.id = o.session WHERE s.run = ? GROUP BY o.session)");
@@ -1200,6 +1203,7 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
             update.add(std::string_view(all)).add(std::string_view(version_)).step("write");
         }
         shards_.insert(shards_.end(), parts.begin(), parts.end());
+        starts_ += summary.sessions;
 
         std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
         Statement outcomes(shard, "SELECT id, item, failure FROM outcomes");
@@ -1299,10 +1303,12 @@ Failure JournalFile::added(JournalMerge& result) {
         for (const auto& [name, count] : copies_) copies.emplace_back(name, std::to_string(count));
         facts_["copies"] = copies.empty() ? "" : to_json(copies);
         facts_["parts"] = parts;
+        facts_["starts"] = std::to_string(starts_);
         facts_["by_name"] = more > 0 || !result.missing.empty() ? "all" : repeats ? "repeats" : "";
         execute("BEGIN IMMEDIATE");
         for (const auto* name :
-             {"server", "items", "cut", "content", "invalid", "copies", "parts", "by_name"})
+             {"server", "items", "cut", "content", "invalid", "copies", "parts", "by_name",
+              "starts"})
             set_fact(run_, name, facts_[name]);
         execute("COMMIT");
         if (parts.empty()) return;

@@ -132,6 +132,7 @@ private:
     std::int64_t run_ = 0, session_ = 0; // 0: not begun
     std::int64_t started_ = 0;           // of the session, ms since 1970
     std::string suite_, urls_;           // of the run, when shards are added
+    std::int64_t starts_ = 0;            // of theirs
     std::string identity_, version_;     // likewise
     JournalFields config_;
     Facts facts_;

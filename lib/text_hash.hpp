@@ -14,7 +14,7 @@ inline std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
     return std::uint64_t(product) ^ std::uint64_t(product >> 64);
 }
 
-/// Of this process alone: not to be written anywhere.
+/// Outputs of evalrt run have it: it stays as it is. Of little-endian machines, all that we know.
 inline std::uint64_t text_hash(std::string_view text) {
     constexpr std::uint64_t a = 0xa0761d6478bd642fu, b = 0xe7037ed1a0b428dbu,
                             c = 0x8ebc6af09c88c6e3u;

@@ -1,6 +1,7 @@
 #include "batch.hpp"
 
 #include "json_text.hpp"
+#include "text_hash.hpp"
 #include "wire.hpp"
 
 #include <fmt/format.h>
@@ -193,6 +194,9 @@ Input read(const std::string& path, bool skip_invalid) {
             if (!skip_invalid && input.error.empty())
                 input.error = fmt::format("{}, {}", name, item.problem);
         }
+        if (item.problem.empty())
+            item.hash = detail::mixed(detail::text_hash(item.request.endpoint),
+                                      detail::text_hash(item.request.body));
         item.number = input.items.size();
         if (item.number % 16384 == 16383) let_go();
         input.items.push_back(std::move(item));
@@ -239,6 +243,10 @@ std::vector<std::optional<std::size_t>> repeats(const std::vector<Item>& items) 
     return list;
 }
 
+std::string hash_text(const Item& item) {
+    return item.hash ? fmt::format("{:016x}", item.hash) : std::string();
+}
+
 std::string output_line(const Item& item, const Response& response) {
     std::string out = fmt::format(R"({{"id": "evalrt-{}", "custom_id": {}, )", item.number + 1,
                                   json_string(item.custom_id));
@@ -259,11 +267,11 @@ std::string output_line(const Item& item, const Response& response) {
     out += fmt::format(
         R"("evalrt": {{"attempts": {}, "queued_ms": {}, "first_text_ms": {}, "total_ms": {}, )"
         R"("prompt_tokens": {}, "cached_tokens": {}, "completion_tokens": {}, )"
-        R"("from_journal": {}}}}})",
+        R"("from_journal": {}, "request": "{}"}}}})",
         response.attempts, ms(timing.queued), timing.first_text ? ms(*timing.first_text) : "null",
         ms(timing.total), number_or_null(response.usage.prompt_tokens),
         number_or_null(response.usage.cached_tokens),
-        number_or_null(response.usage.completion_tokens), response.from_journal);
+        number_or_null(response.usage.completion_tokens), response.from_journal, hash_text(item));
     // A body may be spread over several lines; an output line is one.
     for (char& c : out)
         if (c == '\n' || c == '\r') c = ' ';

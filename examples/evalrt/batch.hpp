@@ -17,6 +17,8 @@ struct Item {
     Request request;
     std::string problem;    ///< not empty: the line is no request, and why
     std::size_t number = 0; ///< place among the items of the whole file, from 0
+    /// What tells the request from others, as the file has it, before any member is set; 0: none.
+    std::uint64_t hash = 0;
 };
 
 struct Input {
@@ -38,6 +40,9 @@ void override_member(Input& input, std::string_view key, const std::string& valu
 
 /// Of each item the first one with the same endpoint and body, if it says "temperature": 0.
 std::vector<std::optional<std::size_t>> repeats(const std::vector<Item>& items);
+
+/// An item's hash as an output line has it; empty: it has none.
+std::string hash_text(const Item& item);
 
 /// One line of the output, without its end.
 std::string output_line(const Item& item, const Response& response);

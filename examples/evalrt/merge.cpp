@@ -20,6 +20,7 @@
 #include <map>
 #include <set>
 #include <sstream>
+#include <unordered_set>
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -158,6 +159,7 @@ int merge_journal_files(const Target& out, const std::vector<std::string>& shard
 
 struct Line {
     std::string text, custom_id;
+    std::string request; // its hash; empty: not known
     bool answered = false;
 };
 
@@ -176,6 +178,43 @@ std::string answer_of(std::string_view line) {
     for (const auto* name : {"choices", "content"})
         if (const auto value = member(parts, name)) return std::string(*value);
     return std::string(body);
+}
+
+// "2 items are changed (\"a\", \"b\"), ..."; empty: there are none that answers show.
+std::string differences(const std::vector<batch::Item>& items,
+                        const std::map<std::size_t, Line>& lines) {
+    std::unordered_set<std::string_view> known;
+    for (const auto& it : items) known.insert(it.custom_id);
+    std::vector<std::string_view> changed, gone, moved, fresh;
+    std::unordered_set<std::string_view> answered;
+    for (const auto& [number, line] : lines) {
+        answered.insert(line.custom_id);
+        const auto* item = number <= items.size() ? &items[number - 1] : nullptr;
+        if (!known.contains(line.custom_id))
+            gone.push_back(line.custom_id);
+        else if (!item || item->custom_id != line.custom_id)
+            moved.push_back(line.custom_id);
+        else if (const auto hash = batch::hash_text(*item);
+                 !line.request.empty() && !hash.empty() && hash != line.request)
+            changed.push_back(line.custom_id);
+    }
+    // Among those with an answer; others may only be missing.
+    for (const auto& it : items)
+        if (lines.contains(it.number + 1) && !answered.contains(it.custom_id))
+            fresh.push_back(it.custom_id);
+    std::string text;
+    const auto say_of = [&](const std::vector<std::string_view>& ids, std::string_view what) {
+        if (ids.empty()) return;
+        text += fmt::format("{}{} {} (", text.empty() ? "" : ", ", ids.size(), what);
+        for (std::size_t i = 0; i < ids.size() && i < 5; ++i)
+            text += (i ? ", \"" : "\"") + std::string(ids[i]) + "\"";
+        text += ids.size() > 5 ? ", ...)" : ")";
+    };
+    say_of(changed, "of its items are other requests now");
+    say_of(gone, "that were asked are not in it");
+    say_of(fresh, "in their places were not asked");
+    say_of(moved, "have another place in it");
+    return text;
 }
 
 int merge_outputs(const Target& out, const std::vector<std::string>& shards,
@@ -215,9 +254,10 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
                 models.insert(
                     from_json_string(member(members(body_of(text)), "model").value_or("\"\"")));
             // What was never asked may have the name of another.
-            const bool asked =
-                line.answered || member(list, "response") != "null" ||
-                member(members(member(list, "evalrt").value_or("{}")), "attempts") != "0";
+            const auto ours = members(member(list, "evalrt").value_or("{}"));
+            const bool asked = line.answered || member(list, "response") != "null" ||
+                               member(ours, "attempts") != "0";
+            line.request = from_json_string(member(ours, "request").value_or("\"\""));
             line.text = std::move(text);
             const auto known =
                 asked ? numbers.emplace(line.custom_id, number).first->second : number;
@@ -231,6 +271,11 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
                 return bad(fmt::format("the item {} is \"{}\" here and \"{}\" in a file before: "
                                        "they are not of one suite",
                                        number, line.custom_id, held.custom_id));
+            if (held.answered && line.answered && !held.request.empty() &&
+                !line.request.empty() && held.request != line.request)
+                return bad(fmt::format("\"{}\" is another request than in a file before: the suite "
+                                       "was changed between them",
+                                       line.custom_id));
             repeated += !fresh;
             if (!fresh && held.answered && line.answered &&
                 answer_of(held.text) != answer_of(line.text))
@@ -255,14 +300,8 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
     if (!suite.empty()) {
         const auto input = batch::read(suite, true);
         if (!input.error.empty()) return fail(input.error);
-        if (count > input.items.size())
-            return fail(fmt::format("{} has {} items, there is an answer to number {}", suite,
-                                    input.items.size(), count));
-        for (const auto& [number, line] : lines)
-            if (input.items[number - 1].custom_id != line.custom_id)
-                return fail(fmt::format("the item {} of {} is \"{}\", the answer is to \"{}\"",
-                                        number, suite, input.items[number - 1].custom_id,
-                                        line.custom_id));
+        if (const auto why = differences(input.items, lines); !why.empty())
+            return fail(fmt::format("{} is not the suite that these were asked of: {}", suite, why));
         count = input.items.size();
     }
     for (std::size_t i = 1; i <= count; ++i)

@@ -376,6 +376,7 @@ private:
     bool running_ = true;
     Report report_;
     SchedulerStats stats_;
+    std::string one_by_one_; // as it is now: Report's notes stay
     std::optional<Clock::time_point> first_, last_;
 
     std::mutex joining_; // of this, once it is open:
@@ -548,6 +549,7 @@ void evalrt_runtime::record(const Response& response, bool given_up) {
         report_.add(response);
     look();
     stats_ = runtime_->backend().stats(); // not after a check of parity, which is no part of a run
+    one_by_one_ = runtime_->one_by_one();
     last_ = Clock::now();
     const auto begun = *last_ - std::chrono::duration_cast<Clock::duration>(response.timing.total);
     first_ = std::min(first_.value_or(begun), begun); // the gateway's are not submitted
@@ -684,7 +686,9 @@ bool evalrt_runtime::running() const {
 std::string evalrt_runtime::summary() const {
     const std::lock_guard lock(mutex_);
     const auto wall = last_ ? *last_ - *first_ : Clock::duration();
-    return report_.json(stats_, std::chrono::duration<double>(wall).count());
+    auto report = report_;
+    if (!one_by_one_.empty()) report.note(one_by_one_);
+    return report.json(stats_, std::chrono::duration<double>(wall).count());
 }
 
 EVALRT_EXPORT uint32_t evalrt_abi(void) { return EVALRT_ABI; }

@@ -778,6 +778,31 @@ static bool summary_has(evalrt_runtime* runtime, const char* words) {
     return has;
 }
 
+static void summary_of_one_at_a_time(void) {
+    Call calls[12];
+    memset(calls, 0, sizeof calls);
+    evalrt_config config = with_server("small");
+    config.max_in_flight = 6;
+    evalrt_runtime* runtime = open_with(config);
+    for (int i = 0; i < 12; ++i) {
+        calls[i].runtime = runtime;
+        submit(&calls[i], "alone");
+    }
+    for (int i = 0; i < 12; ++i) wait_for(&calls[i]);
+    CHECK(summary_has(runtime, "mlx-server answers one request at a time: "));
+    evalrt_close(runtime);
+    CHECK(summary_has(runtime, "answers one request at a time"));
+    evalrt_release(runtime);
+    runtime = open_with(config);
+    for (int i = 0; i < 12; ++i) {
+        calls[i] = (Call){.runtime = runtime};
+        submit(&calls[i], "quick");
+    }
+    for (int i = 0; i < 12; ++i) wait_for(&calls[i]);
+    CHECK(!summary_has(runtime, "answers one request at a time"));
+    evalrt_release(runtime);
+}
+
 static void summary_of_restarts(void) {
     Call call = {.runtime = open_server()};
     submit(&call, "die");
@@ -1100,6 +1125,7 @@ static const struct {
     {"a wrong struct_size is an error that says what to do", struct_sizes},
     {"the log gets each line once", log_lines},
     {"the summary tells the run so far, also after the end", summary},
+    {"the summary tells that the server answers one request at a time", summary_of_one_at_a_time},
     {"the summary tells restarts, and the server's last words", summary_of_restarts},
     {"a journal answers what it holds, and a wrong one is refused", journal},
     {"a gateway lets other programs use the runtime", gateway},

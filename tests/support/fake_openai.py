@@ -47,6 +47,7 @@ if args.model == "dies-while-loading":
 
 lock = threading.Lock()
 crowd = threading.Condition(lock)
+one = threading.Lock()  # of those that are answered one at a time
 running = most = 0  # requests at once, now and so far
 hung = threading.Event()
 counter = itertools.count()
@@ -200,10 +201,19 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for word in text.split(" "):
+        if question == "alone":
+            with one:
+                time.sleep(0.1)  # until the one before has been read
+                return self.stream(body, head, usage | {"completion_tokens": 50}, ["word"] * 50, 0.002)
+        return self.stream(body, head, usage, text.split(" "))
+
+    def stream(self, body, head, usage, words, pause=0):
+        for word in words:
             delta = {"role": "assistant", "content": word + " "}
             self.event(head | {"object": "chat.completion.chunk",
                                "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+            if pause:
+                time.sleep(pause)
         self.event(head | {"object": "chat.completion.chunk",
                            "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if (body.get("stream_options") or {}).get("include_usage"):

@@ -61,6 +61,9 @@ public:
     /// Kills it.
     void stop();
 
+    /// A signal that we got went on to it.
+    bool was_told_to_stop() const { return in_a_row_ > 0; }
+
 private:
     void pass_on(int number);
 

@@ -87,6 +87,38 @@ private:
     std::function<void()> stuck_;
 };
 
+// Beside it, for what is no question to a model: the server, but where it would keep a placeholder.
+class Onlooker final : public Backend {
+public:
+    Onlooker(Backend& server, const Rehearsal& rehearsal)
+        : server_(server), rehearsal_(rehearsal) {}
+    asio::any_io_executor get_executor() noexcept override { return server_.get_executor(); }
+
+private:
+    static bool forgets(std::string_view endpoint) {
+        const auto path = endpoint.substr(0, endpoint.find('?'));
+        constexpr std::string_view known[] = {
+            "/tokenize", "/detokenize", "/count_tokens", "/embeddings", "/embed",
+            "/rerank",   "/score",      "/classify",     "/pooling",    "/moderations"};
+        return std::any_of(std::begin(known), std::end(known),
+                           [&](const auto& it) { return path.ends_with(it); });
+    }
+
+    void start_complete(Request request, TextSink on_text, Handler handler) override {
+        if (!rehearsal_.from_placeholder(request) || forgets(request.endpoint))
+            return server_.async_complete(std::move(request), std::move(on_text),
+                                          std::move(handler));
+        Response refused;
+        refused.outcome = Errc::rejected;
+        refused.detail = "this has a placeholder in it, which the server might keep";
+        detail::complete(get_executor(), std::move(handler), make_error_code(Errc::rejected),
+                         std::move(refused));
+    }
+
+    Backend& server_;
+    const Rehearsal& rehearsal_;
+};
+
 // Behind the address of the run that counts: what was learned, and the server for all else.
 class Rehearsed final : public Backend {
 public:
@@ -360,11 +392,12 @@ private:
         // again where it cannot use a placeholder asks some of the same.
         const auto words = fmt::format("the command asked {} in its rehearsal and {} now", before,
                                        asked == 0 ? "nothing" : std::to_string(asked));
-        if (rehearsed_->known == 0 && rehearsed_->leaks == 0 && asked * 10 < before) {
+        if (rehearsed_->leaks > 0 || child_.was_told_to_stop()) return good;
+        if (rehearsed_->known == 0 && asked * 10 < before) {
             good = false;
-            say(words + ": it has answers from elsewhere, which may be placeholders (does it keep "
-                        "answers outside its folder?)");
-        } else if (asked * 2 < before && rehearsed_->leaks == 0) {
+            say(words + ": if it has not failed, it has answers from elsewhere, which may be "
+                        "placeholders (does it keep answers outside its folder?)");
+        } else if (asked * 2 < before) {
             print(words + ": if it keeps answers outside its folder, its results may have "
                           "placeholders in them");
         }
@@ -374,6 +407,8 @@ private:
     // 0: what could be learned is known. Else the exit code.
     asio::awaitable<int> rehearse(GatewayOptions front) {
         front.on_answer = {};
+        Onlooker onlooker(runtime_->server(), rehearsal_);
+        front.server = &onlooker;
         before_ = look_around();
         for (unsigned round = 0; round < command_.rehearsals; ++round) {
             const auto begin = Clock::now();

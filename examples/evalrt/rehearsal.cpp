@@ -453,9 +453,15 @@ std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
 
 std::vector<std::string> with_traces(const std::vector<std::string>& files, const Traces& traces,
                                      std::uintmax_t& most) {
+    std::vector<std::pair<std::uintmax_t, std::string>> by_size;
+    for (const auto& it : files) {
+        std::error_code gone;
+        if (const auto size = fs::file_size(it, gone); !gone) by_size.emplace_back(size, it);
+    }
+    std::sort(by_size.begin(), by_size.end());
     std::vector<std::string> all;
     std::vector<char> bytes(1 << 16);
-    for (const auto& name : files) {
+    for (const auto& [size, name] : by_size) {
         std::ifstream file(name, std::ios::binary);
         Traces::Search search(traces);
         while (file && most > 0) {

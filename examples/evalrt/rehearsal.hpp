@@ -154,7 +154,7 @@ Snapshot look_at(const std::vector<std::filesystem::path>& places,
 std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
                                  const std::vector<std::string>& own);
 /// Those with something of a placeholder in them. Looks through not more than `most` bytes of all
-/// together, and takes those off it. Not in what is compressed.
+/// together, the smallest files first, and takes those off it. Not in what is compressed.
 std::vector<std::string> with_traces(const std::vector<std::string>& files, const Traces& traces,
                                      std::uintmax_t& most);
 

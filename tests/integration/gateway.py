@@ -675,8 +675,8 @@ rehearsed = "EVALRT_REHEARSAL" in os.environ
         return out, err
 
     def questions(self):
-        return sorted(it["body"]["messages"][-1]["content"] for it in Upstream.asked
-                      if it["body"]["messages"][-1]["content"].startswith("slow"))
+        asked = [it["body"]["messages"][-1]["content"] for it in Upstream.asked if "messages" in it["body"]]
+        return sorted(it for it in asked if it.startswith("slow"))
 
     def test_a_sequential_command_is_rehearsed_and_its_questions_asked_together(self):
         Upstream.together = 8
@@ -884,12 +884,47 @@ else:
             self.assertIn("it keeps something outside its folder", err)
             self.assertEqual({it["path"] for it in Upstream.asked}, {"/v1/chat/completions"})
 
+    def test_a_rehearsal_gives_the_server_no_placeholder_to_keep(self):
+        out, _ = self.rehearse("""
+answer = ask("slow")
+for path, body in (("/tokenize", {"prompt": answer}), ("/keep/200", {"of": "somebody"}),
+                   ("/keep/200", {"of": answer}), ("/keep/200?a=" + urllib.parse.quote(answer), {})):
+    try:
+        urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(),
+                                                      {"Content-Type": "application/json"}))
+    except urllib.error.HTTPError as error:
+        ask(f"slow {error.code} {error.read().decode()}")
+        if not rehearsed:
+            raise
+""")
+        asked = [it for it in self.questions() if "which the server might keep" in it]
+        self.assertEqual(len(asked), 2, asked)
+        others = [it for it in Upstream.asked if it["path"] not in ("/v1/chat/completions", "/tokenize")]
+        self.assertEqual(len(others), 4)
+        self.assertNotIn("evalrt-placeholder", str(others))
+
+    def test_who_is_interrupted_is_not_accused(self):
+        (self.dir / "script.py").write_text(self.SCRIPT + """
+import time
+if not rehearsed:
+    print("there", flush=True)
+    time.sleep(100000)
+ask("slow")
+""")
+        process = self.popen([*self.openai, "--rehearse", "--", sys.executable, "script.py"], start_new_session=True)
+        self.addCleanup(process.kill)
+        self.assertEqual(process.stdout.readline(), "there\n")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LONG)
+        self.assertEqual(process.returncode, 128 + signal.SIGINT, err)
+        self.assertNotIn("the command asked", err)
+
     def test_who_asks_nothing_for_real_has_no_results(self):
         out, err = self.rehearse("""
 keep(kept_elsewhere() or kept_elsewhere(ask("slow")))
 """, self.daemon(), code=1, clean=False)
         self.assertIn("placeholder", out)
-        self.assertIn("the command asked 1 in its rehearsal and nothing now: it has answers from elsewhere", err)
+        self.assertIn("the command asked 1 in its rehearsal and nothing now: if it has not failed, it has answers from elsewhere", err)
         self.assertIn("out.txt: these are no results", err)
 
     def test_who_asks_less_for_real_may_have_his_reasons(self):

@@ -332,6 +332,7 @@ TEST_CASE("files with something of a placeholder in them are found") {
     CHECK(with_traces({clean, folder.path / "gone", bad}, traces, most) ==
           std::vector<std::string>{bad});
     CHECK(most == 1'000'000 - 200'000 - 100'030);
+    CHECK(with_traces({clean, bad}, traces, most = 100'100).size() == 1); // the smaller one
     CHECK(with_traces({bad, clean}, traces, most = 1000).empty());
     CHECK(most == 0);
 }

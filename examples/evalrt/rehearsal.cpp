@@ -189,6 +189,7 @@ std::string message(const std::vector<Member>& body, std::string_view marker, Re
 namespace {
 
 constexpr std::string_view prefix = "evalrt-placeholder-";
+constexpr std::size_t own_digits = 4;
 
 // What stands for a character of a text; 0: spaces do not count.
 constexpr auto counting = [] {
@@ -215,9 +216,13 @@ std::size_t Traces::slot(const char* at) {
     return std::size_t((number * 0x9e3779b97f4a7c15U) >> 54);
 }
 
-bool Traces::seen(std::string_view window) const {
-    for (std::size_t at = 0; (at = window.find(prefix, at)) != window.npos; ++at)
-        if (at + prefix.size() < window.size() && is_hex(window[at + prefix.size()])) return true;
+bool Traces::seen(std::string_view window, bool own) const {
+    for (std::size_t at = 0; (at = window.find(prefix, at)) != window.npos;) {
+        at += prefix.size();
+        if (own ? window.substr(at, own_digits) == std::string_view(random_).substr(0, own_digits)
+                : at < window.size() && is_hex(window[at]))
+            return true;
+    }
     // Any `shortest` have `gram` in them that begin at a multiple of the rest and one.
     for (std::size_t i = 0; i + gram <= window.size(); i += shortest - gram + 1) {
         if (!grams_[slot(&window[i])]) continue;
@@ -250,8 +255,8 @@ bool Traces::Search::found(std::string_view piece) {
             end += *end != 0;
         }
         window_.resize(std::size_t(end - window_.data()));
-        found_ = traces_.seen(window_);
-        window_.erase(0, window_.size() - std::min(window_.size(), prefix.size()));
+        found_ = traces_.seen(window_, own_);
+        window_.erase(0, window_.size() - std::min(window_.size(), prefix.size() + own_digits - 1));
     }
     return found_;
 }
@@ -463,7 +468,7 @@ std::vector<std::string> with_traces(const std::vector<std::string>& files, cons
     std::vector<char> bytes(1 << 16);
     for (const auto& [size, name] : by_size) {
         std::ifstream file(name, std::ios::binary);
-        Traces::Search search(traces);
+        Traces::Search search(traces, true);
         while (file && most > 0) {
             file.read(bytes.data(), std::streamsize(std::min<std::uintmax_t>(bytes.size(), most)));
             const std::string_view piece(bytes.data(), std::size_t(file.gcount()));

@@ -31,12 +31,14 @@ public:
     /// The same for a text that comes in pieces.
     class Search {
     public:
-        explicit Search(const Traces& traces) : traces_(traces) {}
+        /// `own`: not for another rehearsal's, by the first 23 characters.
+        explicit Search(const Traces& traces, bool own = false) : traces_(traces), own_(own) {}
         /// In what has come until now, this piece included.
         bool found(std::string_view piece);
 
     private:
         const Traces& traces_;
+        const bool own_;
         std::string window_; // the end of what came, as far as it counts
         bool escaped_ = false, found_ = false;
     };
@@ -44,7 +46,7 @@ public:
 private:
     static constexpr std::size_t gram = 8, shortest = 12;
     static std::size_t slot(const char* at);
-    bool seen(std::string_view window) const;
+    bool seen(std::string_view window, bool own) const;
 
     std::string random_;
     std::bitset<1024> grams_; // which eight characters stand somewhere in random_
@@ -153,8 +155,9 @@ Snapshot look_at(const std::vector<std::filesystem::path>& places,
 /// The files that are not as they were, or are gone; none of which is in `own`.
 std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
                                  const std::vector<std::string>& own);
-/// Those with something of a placeholder in them. Looks through not more than `most` bytes of all
-/// together, the smallest files first, and takes those off it. Not in what is compressed.
+/// Those with something of this rehearsal's placeholders in them. Looks through not more than
+/// `most` bytes of all together, the smallest files first, and takes those off it. Not in what is
+/// compressed.
 std::vector<std::string> with_traces(const std::vector<std::string>& files, const Traces& traces,
                                      std::uintmax_t& most);
 

@@ -186,6 +186,18 @@ TEST_CASE("a piece of a placeholder is recognised, and what is not one is not") 
     CHECK(!traces.in(hex));
 }
 
+TEST_CASE("another rehearsal's placeholder is one, but not of our own") {
+    const Traces traces(marker);
+    const auto own = [&](const std::string& text) {
+        return Traces::Search(traces, true).found(text);
+    };
+    CHECK(traces.in("evalrt-placeholder-fedcba98765432100000000000000000"));
+    CHECK(!own("evalrt-placeholder-fedcba98765432100000000000000000"));
+    CHECK(!own("evalrt-placeholder-012fedcba9876543"));
+    CHECK(own(marker.substr(0, 23)));
+    CHECK(own(marker.substr(25, 12)));
+}
+
 TEST_CASE("how much was asked is counted without repetitions and what was made up") {
     Rehearsal rehearsal(marker);
     rehearsal.begin();
@@ -326,7 +338,9 @@ TEST_CASE("a folder that has changed is seen to, but for our own files") {
 TEST_CASE("files with something of a placeholder in them are found") {
     Folder folder;
     const Traces traces(marker);
-    const auto clean = folder.write("clean", std::string(200'000, 'x')).string();
+    const auto before = Rehearsal::new_marker() + "\n"; // left by another one
+    const auto clean =
+        folder.write("clean", before + std::string(200'000 - before.size(), 'x')).string();
     const auto bad = folder.write("bad", std::string(100'000, 'x') + marker.substr(0, 30)).string();
     std::uintmax_t most = 1'000'000;
     CHECK(with_traces({clean, folder.path / "gone", bad}, traces, most) ==

@@ -411,6 +411,12 @@ std::string ThrowAway::moved(std::string text) const {
         return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-' || c == '.';
     };
     const auto from = from_.string(), to = folder_.string();
+    const auto value = text.find('=') + 1; // 0: there is none
+    for (const auto at : {std::size_t(0), value})
+        if (const auto name = text.substr(at); name == ".." || name.starts_with("../")) {
+            text.replace(at, name.size(), (from_ / name).lexically_normal().string());
+            break;
+        }
     for (std::size_t at = 0; (at = text.find(from, at)) != text.npos;) {
         const auto end = at + from.size();
         const bool whole = (at == 0 || (!word(text[at - 1]) && text[at - 1] != '/')) &&

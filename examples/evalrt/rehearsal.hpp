@@ -137,7 +137,8 @@ public:
     const std::filesystem::path& folder() const { return folder_; } ///< the copy
     std::filesystem::path temporary() const { return root_ / "tmp"; }
 
-    /// The text with the copy where it names the folder.
+    /// The text with the copy where it names the folder; ../FILE, alone or behind the first =, by
+    /// its whole name.
     std::string moved(std::string text) const;
 
     static constexpr std::size_t most_files = 100'000;

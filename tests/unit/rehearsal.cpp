@@ -315,6 +315,11 @@ TEST_CASE("what names the folder names the copy, and nothing else does") {
     CHECK(copy.moved("--out=" + from + "/x:" + from) == "--out=" + to + "/x:" + to);
     CHECK(copy.moved(from + "2") == from + "2");
     CHECK(copy.moved("/other" + from) == "/other" + from);
+    const auto parent = folder.path.parent_path().string();
+    CHECK(copy.moved("../x/y") == parent + "/x/y");
+    CHECK(copy.moved("--in=../x") == "--in=" + parent + "/x");
+    CHECK(copy.moved("../" + folder.path.filename().string() + "/a") == to + "/a");
+    CHECK(copy.moved("..x=a/../b") == "..x=a/../b");
 }
 
 TEST_CASE("a folder that has changed is seen to, but for our own files") {

@@ -1306,9 +1306,8 @@ Failure JournalFile::added(JournalMerge& result) {
         facts_["starts"] = std::to_string(starts_);
         facts_["by_name"] = more > 0 || !result.missing.empty() ? "all" : repeats ? "repeats" : "";
         execute("BEGIN IMMEDIATE");
-        for (const auto* name :
-             {"server", "items", "cut", "content", "invalid", "copies", "parts", "by_name",
-              "starts"})
+        for (const auto* name : {"server", "items", "cut", "content", "invalid", "copies", "parts",
+                                 "by_name", "starts"})
             set_fact(run_, name, facts_[name]);
         execute("COMMIT");
         if (parts.empty()) return;

@@ -271,8 +271,8 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
                 return bad(fmt::format("the item {} is \"{}\" here and \"{}\" in a file before: "
                                        "they are not of one suite",
                                        number, line.custom_id, held.custom_id));
-            if (held.answered && line.answered && !held.request.empty() &&
-                !line.request.empty() && held.request != line.request)
+            if (held.answered && line.answered && !held.request.empty() && !line.request.empty() &&
+                held.request != line.request)
                 return bad(fmt::format("\"{}\" is another request than in a file before: the suite "
                                        "was changed between them",
                                        line.custom_id));
@@ -301,7 +301,8 @@ int merge_outputs(const Target& out, const std::vector<std::string>& shards,
         const auto input = batch::read(suite, true);
         if (!input.error.empty()) return fail(input.error);
         if (const auto why = differences(input.items, lines); !why.empty())
-            return fail(fmt::format("{} is not the suite that these were asked of: {}", suite, why));
+            return fail(
+                fmt::format("{} is not the suite that these were asked of: {}", suite, why));
         count = input.items.size();
     }
     for (std::size_t i = 1; i <= count; ++i)

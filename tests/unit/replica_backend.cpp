@@ -217,10 +217,10 @@ TEST_CASE("a server that begins to refuse is said to be held, once, and it costs
 
 TEST_CASE("what a server fails, also a conversation's, is asked of another one") {
     for (const bool talk : {false, true})
-        for (const auto& words : {failure(Errc::timed_out, 0, "late"),
-                                  failure(Errc::truncated, 200, "cut short", Stage::text),
-                                  failure(Errc::malformed, 200, "no JSON"),
-                                  failure(Errc::rejected, 500, "oh")}) {
+        for (const auto& words :
+             {failure(Errc::timed_out, 0, "late"),
+              failure(Errc::truncated, 200, "cut short", Stage::text),
+              failure(Errc::malformed, 200, "no JSON"), failure(Errc::rejected, 500, "oh")}) {
             CAPTURE(words.detail, talk);
             Setup setup;
             setup.planner->alive(0), setup.planner->alive(1);

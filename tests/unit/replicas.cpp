@@ -569,7 +569,8 @@ TEST_CASE("Kinds of requests that a server cannot mix are not mixed for what it 
     CHECK(world.asked[1 - pick->server].size() == 20);
 }
 
-TEST_CASE("A server that begins to refuse is held until others have judged, and looked at meanwhile") {
+TEST_CASE(
+    "A server that begins to refuse is held until others have judged, and looked at meanwhile") {
     using std::chrono::milliseconds;
     World world(2, 10);
     auto& planner = world.known().planner;
@@ -833,7 +834,8 @@ TEST_CASE("An answer that is still on its way lets a server in, but not one of a
     CHECK_FALSE(world.planner.proven(0));
 }
 
-TEST_CASE("A request that was turned away is asked of another server, a conversation's of its own") {
+TEST_CASE(
+    "A request that was turned away is asked of another server, a conversation's of its own") {
     World world(3, 4);
     world.add(1, 0);
     std::set<unsigned> servers;
@@ -1068,7 +1070,7 @@ TEST_CASE(
 }
 
 TEST_CASE("Any course of sickness: while one server is well no item fails that is not bad itself") {
-    std::mt19937_64 random(23);
+    std::mt19937_64 random(105);
     for (int round = 0; round < 300; ++round) {
         CAPTURE(round);
         const auto servers = unsigned(2 + random() % 2);
@@ -1123,9 +1125,10 @@ TEST_CASE("Any course of sickness: while one server is well no item fails that i
             auto it = world.running.begin();
             std::advance(it, long(random() % world.running.size()));
             if (random() % 2) {
-                const auto sick = std::find_if(
-                    world.running.begin(), world.running.end(),
-                    [&](const auto& run) { return fails[run.second] || refuses[run.second]; });
+                const auto sick =
+                    std::find_if(world.running.begin(), world.running.end(), [&](const auto& run) {
+                        return fails[run.second] || refuses[run.second];
+                    });
                 if (sick != world.running.end()) it = sick;
             }
             const auto [id, server] = *it;

@@ -115,6 +115,7 @@ public:
         if (stage != Stage::failed) {
             server.heard = std::max(server.heard, now);
             // Those that have refused it were wrong.
+            if (item.session) item.session->failed_at |= item.checking & ~bit(item.server);
             each(item.checking & ~bit(item.server), [](Server& of) {
                 of.failed += of.answered;
                 ++of.wrong;
@@ -265,7 +266,7 @@ public:
         auto& item = found->second;
         const auto others = item.refused_at & ~bit(server);
         item.refused_at |= bit(server);
-        failed_at(item, server);
+        item.failed_at |= bit(server);
         bool known = it.answered; // one of those that refuse it does answer others
         each(others, [&](const Server& of) { known |= of.answered; });
         const bool left = item.shown < many && best(item.refused_at) != none;
@@ -342,9 +343,9 @@ private:
     enum class Place { nowhere, fresh, queued, fed, running };
     struct Session {
         std::size_t server = none;
-        std::size_t live = 0;    // of its turns, those that are here
-        bool begun = false;      // its server has had a turn of it
-        std::uint64_t failed_at = 0; // a turn of it: a bit a server
+        std::size_t live = 0;        // of its turns, those that are here
+        bool begun = false;          // its server has had a turn of it
+        std::uint64_t failed_at = 0; // a turn, or refused wrongly: a bit a server
         std::uint64_t ended = 0;     // when the last one left
     };
     struct Item {
@@ -379,9 +380,9 @@ private:
         bool open = true, out = false, proven = true, barred = false;
         bool answered = false; // since it is in
         std::chrono::milliseconds pause{}, look_after{};
-        Point since{};      // of the last look while it is out
-        Point heard{};      // its last sign of life; with nothing running it needs none
-        Point busy_since{}; // it turns all away
+        Point since{};       // of the last look while it is out
+        Point heard{};       // its last sign of life; with nothing running it needs none
+        Point busy_since{};  // it turns all away
         Point failed_last{}; // an attempt there
         Count count;
     };
@@ -459,21 +460,25 @@ private:
         if (item.session) item.session->failed_at |= bit(server);
     }
 
-    // The servers that it is kept from. Where all that are in have failed it, it may go to any; but
-    // a single one not to where it was refused.
+    // The servers that it is kept from: those that have failed it, or its conversation, while
+    // another one is in; else those that have refused it.
     std::uint64_t kept_from(const Item& item) const {
-        const auto at = item.session ? item.session->failed_at : item.failed_at;
-        if (at == 0 || best(at) != none) return at;
-        return item.session ? 0 : item.refused_at;
+        for (const auto at : {all_failed_at(item), item.failed_at})
+            if (at == 0 || best(at) != none) return at;
+        return item.refused_at;
+    }
+    static std::uint64_t all_failed_at(const Item& item) {
+        return item.failed_at | (item.session ? item.session->failed_at : 0);
     }
 
     // For one that comes back: where it has not been yet; where it has not failed; another one.
     // None: nowhere else. A conversation stays but for a failure.
     std::size_t elsewhere(const Item& item) const {
         if ((item.tried_at | item.failed_at) == 0) return none;
-        if (item.session && !(item.failed_at & bit(item.server))) return none;
-        const auto at = item.session ? item.session->failed_at : item.failed_at;
-        for (const auto without : {item.tried_at | at, at, item.refused_at | bit(item.server)})
+        if (item.session && !(item.failed_at & bit(item.session->server))) return none;
+        const auto at = all_failed_at(item);
+        for (const auto without :
+             {item.tried_at | at, at, item.failed_at, item.refused_at | bit(item.server)})
             if (const auto found = best(without); found != none) return found;
         return none;
     }
@@ -658,7 +663,8 @@ private:
     }
 
     // The last ones of its run, in their order: `count` of them, or a few more, as conversations
-    // are whole. Of those that have begun there none, but with `all`; nor what is kept from `thief`.
+    // are whole. Of those that have begun there none, but with `all`; nor what is kept from
+    // `thief`.
     std::vector<RequestId> last_of(Server& server, std::size_t count, bool all,
                                    std::size_t thief = none) {
         std::vector<RequestId> ids;
@@ -779,7 +785,7 @@ private:
     std::vector<RequestId> fresh_; // not planned
     std::size_t waiting_ = 0;
     std::optional<unsigned> kind_;
-    bool kinds_ = false; // there are several
+    bool kinds_ = false;               // there are several
     std::deque<Clock::duration> took_; // the last answers
     Point looked_{};                   // when silent() was asked last
     Point wake_ = Point::max();

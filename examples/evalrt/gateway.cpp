@@ -334,8 +334,8 @@ private:
         std::vector<fs::path> places;
         const auto add = [&](const std::string& name) {
             const auto path = fs::absolute(name, ignored).lexically_normal();
-            if (!name.empty() && *path.lexically_relative(folder).begin() == "..")
-                places.push_back(path);
+            if (name.empty() || !path.is_absolute() || path == path.root_path()) return;
+            if (*path.lexically_relative(folder).begin() == "..") places.push_back(path);
         };
         for (const auto& it : command_.child) {
             const auto sign = it.find('=');

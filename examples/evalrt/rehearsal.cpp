@@ -467,7 +467,9 @@ std::vector<std::string> with_traces(const std::vector<std::string>& files, cons
     std::vector<std::pair<std::uintmax_t, std::string>> by_size;
     for (const auto& it : files) {
         std::error_code gone;
-        if (const auto size = fs::file_size(it, gone); !gone) by_size.emplace_back(size, it);
+        // What the system makes up, as in /proc, has no size, and may never end.
+        if (const auto size = fs::file_size(it, gone); !gone && size > 0)
+            by_size.emplace_back(size, it);
     }
     std::sort(by_size.begin(), by_size.end());
     std::vector<std::string> all;

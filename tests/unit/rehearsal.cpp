@@ -354,4 +354,6 @@ TEST_CASE("files with something of a placeholder in them are found") {
     CHECK(with_traces({clean, bad}, traces, most = 100'100).size() == 1); // the smaller one
     CHECK(with_traces({bad, clean}, traces, most = 1000).empty());
     CHECK(most == 0);
+    CHECK(with_traces({"/proc/self/status"}, traces, most = 1000).empty());
+    CHECK(most == 1000);
 }

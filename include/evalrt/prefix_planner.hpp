@@ -6,6 +6,8 @@
 #include "evalrt/detail/memory.hpp"
 #include "evalrt/request.hpp"
 
+#include <boost/intrusive/set.hpp>
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -184,7 +186,7 @@ private:
 /// A session whose end nobody tells counts as open until its pause is over; but if all that are
 /// open are silent while others wait for their places, these get them.
 ///
-/// Memory: some 400 bytes a request that waits or runs, 1/16 of what its prompt shares with no
+/// Memory: some 550 bytes a request that waits or runs, 1/16 of what its prompt shares with no
 /// other, and as much for the `remembered` last ones.
 class RadixPlanner final : public PrefixPlanner {
 public:
@@ -214,19 +216,20 @@ public:
     RadixPlanner& operator=(const RadixPlanner&) = delete;
 
     void add(RequestId id, const Prompt& prompt) override {
-        const auto bytes = read(prompt);
-        Node& node = insert(bytes);
+        Node& node = insert(prompt);
         for (Node* it = &node; it; it = it->parent) {
             ++it->live;
             if (it->idle) unlist(*it);
         }
-        Entry& entry = entries_[id];
-        const auto most = prompt.output_tokens.value_or(0);
-        entry = {&node, bytes, predicted(node, most), most, ++arrivals_};
+        Entry& entry = entries_.make(id, node, prompt.bytes());
+        entry.most = prompt.output_tokens.value_or(0);
+        entry.output = predicted(node, entry.most);
+        entry.arrival = ++arrivals_;
         entry.streamed = prompt.streamed;
         entry.client = prompt.client;
-        entry.front = std::min(prompt.front, bytes);
-        if (prompt.session.empty() || options_.in_order) return enqueue(id, entry);
+        entry.front = std::min(prompt.front, entry.bytes);
+        entries_.insert(entry);
+        if (prompt.session.empty() || options_.in_order) return enqueue(entry);
         entry.turn = prompt.turn;
         entry.session = &sessions_[prompt.session];
         if (entry.session->name.empty()) entry.session->name = prompt.session;
@@ -259,7 +262,7 @@ public:
             wake_for_sessions();
             return {};
         }
-        if (found.node && pads(*found.node, entries_.at(found.id))) { // it was overtaken too often
+        if (found.node && pads(*found.node, *found.entry)) { // it was overtaken too often
             holds_ = "padding";
             return {};
         }
@@ -270,13 +273,13 @@ public:
         }
         if (!found.node) return {};
         holds_ = {};
-        return send(found.id, *found.node, now, why);
+        return send(*found.entry, *found.node, now, why);
     }
 
     void progressed(RequestId id, Stage stage, Point now) override {
-        const auto it = entries_.find(id);
-        if (it == entries_.end() || it->second.state != State::running) return;
-        Entry& entry = it->second;
+        Entry* const known = entry_of(id);
+        if (!known || known->state != State::running) return;
+        Entry& entry = *known;
         const bool ended = stage != Stage::first_text;
         const bool visible = stage == Stage::done ||
                              (stage == Stage::first_text && options_.release != Release::done);
@@ -309,32 +312,31 @@ public:
                 promote(*entry.session);
             }
         }
-        forget(it);
+        forget(entry);
     }
 
     void answered(RequestId id, std::int64_t output_tokens,
                   std::int64_t prompt_tokens = 0) override {
-        const auto it = entries_.find(id);
-        if (it == entries_.end()) return;
-        for (Node* node = it->second.node; node; node = node->parent)
-            node->output.add(output_tokens);
+        const Entry* const entry = entry_of(id);
+        if (!entry) return;
+        for (Node* node = entry->node; node; node = node->parent) node->output.add(output_tokens);
         if (prompt_tokens <= 0) return;
-        seen_bytes_ += double(it->second.bytes);
+        seen_bytes_ += double(entry->bytes);
         seen_tokens_ += double(prompt_tokens);
     }
 
     void remove(RequestId id) override {
-        const auto it = entries_.find(id);
-        if (it == entries_.end() || it->second.state == State::running) return;
-        Entry& entry = it->second;
-        if (entry.state == State::waiting) dequeue(id, entry, false);
+        Entry* const known = entry_of(id);
+        if (!known || known->state == State::running) return;
+        Entry& entry = *known;
+        if (entry.state == State::waiting) dequeue(entry, false);
         if (entry.session) {
             auto& session = *entry.session;
             session.turns.erase({entry.turn, entry.arrival, id});
             if (session.first == id) session.first = 0;
             promote(session);
         }
-        forget(it);
+        forget(entry);
     }
 
     void cache_lost() override {
@@ -354,7 +356,7 @@ public:
         const Node* last = nullptr;
         if (options_.in_order) {
             for (const auto& [arrival, id] : arrived_)
-                if (const auto* entry = still_waits(arrival, id)) plan(list, id, *entry, last);
+                if (const auto* entry = still_waits(arrival, id)) plan(list, *entry, last);
         } else {
             plan(list, root_, last);
         }
@@ -377,81 +379,102 @@ private:
     using Block = std::uint32_t;
 
     using Edge = std::vector<Block, detail::PoolAllocator<Block>>;
-    template <class T, class Less = std::less<T>>
-    using Set = std::set<T, Less, detail::PoolAllocator<T>>;
+
+    // What is in a set has its links in itself: it is found and left without a search.
+    using Link =
+        boost::intrusive::set_base_hook<boost::intrusive::link_mode<boost::intrusive::normal_link>,
+                                        boost::intrusive::optimize_size<true>>;
+    template <class T, class Less>
+    using Set =
+        boost::intrusive::set<T, boost::intrusive::base_hook<Link>, boost::intrusive::compare<Less>,
+                              boost::intrusive::constant_time_size<false>>;
 
     struct Node;
+    struct Entry;
     struct Before {
-        bool operator()(const Node* a, const Node* b) const {
-            if (a->sent != b->sent) return a->sent;
-            return a->rank != b->rank ? a->rank > b->rank : a->arrival < b->arrival;
+        bool operator()(const Node& a, const Node& b) const {
+            if (a.sent != b.sent) return a.sent;
+            return a.rank != b.rank ? a.rank > b.rank : a.arrival < b.arrival;
+        }
+        bool operator()(const Entry& a, const Entry& b) const {
+            return a.rank != b.rank ? a.rank > b.rank : a.arrival < b.arrival;
         }
     };
 
     // Inner nodes are prefixes, leaves whole prompts.
-    struct Node {
-        explicit Node(detail::Pool& pool) : edge(pool), children(pool), own(pool) {}
+    struct Node : Link {
+        explicit Node(detail::Pool& pool) : edge(pool) {}
+
+        std::uint64_t key() const { return key_of(parent, first); }
 
         Node* parent = nullptr;
-        Edge edge;
-        std::size_t bytes = 0;       // of a prompt, from its begin to the end of the edge
-        Set<Node*, Before> children; // those with something waiting below
-        Set<std::tuple<std::int64_t, std::uint64_t, RequestId>> own;       // waiting, ending here
         std::int64_t rank = std::numeric_limits<std::int64_t>::min();      // the highest ever below
         std::uint64_t arrival = std::numeric_limits<std::uint64_t>::max(); // the first ever
-        RequestId leader = 0;                             // who is filling the cache with it
-        RequestId shown_by = 0;                           // who has
-        std::uint64_t last_sent = 0;                      // sends_ at the last one through here
+        bool sent = false;        // some request through here was sent
+        bool warm = false;        // the server shows it
+        bool idle = false;        // nothing lives here or below, and it has no kids
+        bool several = false;     // clients' requests wait below
+        std::uint32_t client = 0; // if not several: whose
         std::uint32_t waiting = 0, running = 0, live = 0; // here and below; live: all, held too
         std::uint32_t kids = 0;                           // all there are
-        std::uintptr_t kids_xor = 0;                      // of their addresses: the last one's
+        Set<Node, Before> children;                       // those with something waiting below
+        Set<Entry, Before> own;                           // waiting, ending here
+        Edge edge;
+        Block first = 0;             // of it
+        std::size_t bytes = 0;       // of a prompt, from its begin to the end of the edge
+        RequestId leader = 0;        // who is filling the cache with it
+        RequestId shown_by = 0;      // who has
+        std::uint64_t last_sent = 0; // sends_ at the last one through here
+        std::uintptr_t kids_xor = 0; // of their addresses: the last one's
         OutputLength output;
         Node *older = nullptr, *newer = nullptr; // among the idle
-        bool idle = false;                       // nothing lives here or below, and it has no kids
-        bool warm = false;                       // the server shows it
-        bool sent = false;                       // some request through here was sent
-        bool several = false;                    // clients' requests wait below
-        std::uint32_t client = 0;                // if not several: whose
     };
 
-    // All nodes but the root, by their parent and the first block of their edge. Owns them.
-    class Nodes {
+    // All of one kind that there are, by their key(), whose upper half says where to look. Owns
+    // them.
+    template <class T>
+    class Table {
     public:
-        explicit Nodes(detail::Pool& pool) : pool_(pool) {}
-        Nodes(const Nodes&) = delete;
-        Nodes& operator=(const Nodes&) = delete;
-        ~Nodes() {
-            each([this](Node& node) { end(&node); });
+        explicit Table(detail::Pool& pool) : pool_(pool) {}
+        Table(const Table&) = delete;
+        Table& operator=(const Table&) = delete;
+        ~Table() {
+            each([this](T& it) { end(&it); });
         }
 
-        /// To be inserted when its parent and edge are known.
-        Node& make() { return *new (pool_.take(sizeof(Node))) Node(pool_); }
-        void end(Node* node) {
-            node->~Node();
-            pool_.give(node, sizeof(Node));
+        /// To be inserted when its key is known.
+        template <class... Args>
+        T& make(Args&&... args) {
+            return *new (pool_.take(sizeof(T))) T(std::forward<Args>(args)...);
+        }
+        void end(T* it) {
+            it->~T();
+            pool_.give(it, sizeof(T));
         }
 
         std::size_t size() const { return count_; }
 
-        Node* find(const Node* parent, Block first) const {
-            const auto key = key_of(parent, first);
+        template <class Is>
+        T* find(std::uint64_t key, Is is) const {
             for (std::size_t i = home(key);; i = after(i)) {
                 const auto& [other, it] = slots_[i];
-                if (!it || (other == key && it->parent == parent && it->edge.front() == first))
-                    return it;
+                if (!it || (other == key && is(*it))) return it;
             }
         }
 
-        void insert(Node* node) {
-            if (2 * ++count_ > slots_.size()) resize(2 * slots_.size());
-            put({key_of(node->parent, node->edge.front()), node});
+        /// It will be asked for or taken soon.
+        void expect(std::uint64_t key) const { ahead(&slots_[home(key)]); }
+
+        void insert(T& it) {
+            if (3 * ++count_ > 2 * slots_.size()) resize(2 * slots_.size());
+            put({it.key(), &it});
         }
 
-        // To be called before the node gets another parent or edge; does not delete it.
-        void take(const Node* node) {
-            std::size_t hole = home(key_of(node->parent, node->edge.front()));
-            while (slots_[hole].node != node) hole = after(hole);
-            for (std::size_t i = after(hole); slots_[i].node; i = after(i)) {
+        // To be called before its key changes; does not delete it.
+        void take(const T& it) {
+            std::size_t hole = home(it.key());
+            while (slots_[hole].it != &it) hole = after(hole);
+            for (std::size_t i = after(hole); slots_[i].it; i = after(i)) {
                 const auto from_home = (i - home(slots_[i].key)) & (slots_.size() - 1);
                 if (from_home < ((i - hole) & (slots_.size() - 1)))
                     continue; // it would come to lie before its home
@@ -464,8 +487,8 @@ private:
 
         template <class F>
         void each(F what) {
-            for (const Slot& it : slots_)
-                if (it.node) what(*it.node);
+            for (const Slot& slot : slots_)
+                if (slot.it) what(*slot.it);
         }
 
     private:
@@ -473,35 +496,39 @@ private:
 
         struct Slot {
             std::uint64_t key = 0; // most others are told apart by it, unseen
-            Node* node = nullptr;
+            T* it = nullptr;
         };
 
         std::size_t after(std::size_t i) const { return (i + 1) & (slots_.size() - 1); }
 
-        static std::uint64_t key_of(const Node* parent, Block first) {
-            const auto key = (reinterpret_cast<std::uintptr_t>(parent) >> 4) * multiplier ^ first;
-            return key * multiplier;
-        }
         std::size_t home(std::uint64_t key) const {
             return std::size_t(key >> 32) & (slots_.size() - 1);
         }
 
         void put(Slot slot) {
             std::size_t i = home(slot.key);
-            while (slots_[i].node) i = after(i);
+            while (slots_[i].it) i = after(i);
             slots_[i] = slot;
         }
 
         void resize(std::size_t size) {
             const auto old = std::exchange(slots_, std::vector<Slot>(std::max(size, least)));
-            for (const Slot& it : old)
-                if (it.node) put(it);
+            for (const Slot& slot : old)
+                if (slot.it) put(slot);
         }
 
         detail::Pool& pool_;
         std::vector<Slot> slots_ = std::vector<Slot>(least); // a power of two
         std::size_t count_ = 0;
     };
+
+    static std::uint64_t key_of(const Node* parent, Block first) {
+        const auto key = (reinterpret_cast<std::uintptr_t>(parent) >> 4) * multiplier ^ first;
+        return key * multiplier;
+    }
+
+    // Ids that follow each other lie side by side.
+    static std::uint64_t key_of(RequestId id) { return id / 8 * multiplier ^ id % 8 << 32; }
 
     struct Session {
         std::string name;
@@ -516,7 +543,8 @@ private:
         Point until{};                      // its next turn is expected; none: it has one here
     };
 
-    enum class State { behind, waiting, running }; // behind: another turn comes first
+    // behind: another turn comes first
+    enum class State : std::uint8_t { behind, waiting, running };
 
     // Bytes that a server that pads computes in its first step with others, and in its second.
     struct Cold {
@@ -524,12 +552,18 @@ private:
         bool operator==(const Cold&) const = default;
     };
 
-    struct Entry {
+    struct Entry : Link {
+        Entry(RequestId name, Node& leaf, std::size_t prompt_bytes)
+            : id(name), node(&leaf), bytes(prompt_bytes) {}
+
+        std::uint64_t key() const { return key_of(id); }
+
+        std::int64_t rank = 0; // those with more go first
+        std::uint64_t arrival = 0;
+        RequestId id;
         Node* node;
         std::size_t bytes;
-        std::int64_t output, most; // tokens of the answer: predicted, and at most
-        std::uint64_t arrival;
-        State state = State::behind;
+        std::int64_t output = 0, most = 0; // tokens of the answer: predicted, and at most
         Point sent{};
         std::uint64_t sends = 0;   // when it came
         std::uint64_t goes_on = 0; // its place among the turns of open sessions; 0: it is none
@@ -539,6 +573,7 @@ private:
         int turn = 0;
         std::uint32_t followers = 0; // that wait for it, as a leader
         std::uint32_t client = 0;
+        State state = State::behind;
         bool streamed = true;
         bool filling = false; // it runs, and what is cold is being prefilled
     };
@@ -546,13 +581,10 @@ private:
         std::size_t waiting = 0;
         std::uint64_t served = 0; // as many as who was served least when it came, and its own since
     };
-    using Entries =
-        std::unordered_map<RequestId, Entry, std::hash<RequestId>, std::equal_to<RequestId>,
-                           detail::PoolAllocator<std::pair<const RequestId, Entry>>>;
 
     struct Found {
         Node* node = nullptr;
-        RequestId id = 0;
+        Entry* entry = nullptr;
     };
 
     static constexpr std::uint64_t multiplier = 0x9e3779b97f4a7c15u;
@@ -563,26 +595,60 @@ private:
         return std::uint64_t(product) ^ std::uint64_t(product >> 64);
     }
 
+    static std::uint64_t word(const char* text) {
+        std::uint64_t it;
+        std::memcpy(&it, text, sizeof(it));
+        return it;
+    }
+
     // Four multiplications that do not wait for each other: as fast as memory is read.
     static std::uint64_t hash(const char* text) {
-        std::uint64_t w[block / 8];
-        std::memcpy(w, text, block);
-        return mixed(w[0] ^ 0xa0761d6478bd642fu, w[1] ^ 0xe7037ed1a0b428dbu) ^
-               mixed(w[2] ^ 0x8ebc6af09c88c6e3u, w[3] ^ 0x589965cc75374cc3u) ^
-               mixed(w[4] ^ 0x1d8e4e27c47d124fu, w[5] ^ 0xeb44accab455d165u) ^
-               mixed(w[6] ^ 0x2f9be6cc39a1d7d1u, w[7] ^ 0x9f8d0f3b5a6c7e43u);
+        return mixed(word(text) ^ 0xa0761d6478bd642fu, word(text + 8) ^ 0xe7037ed1a0b428dbu) ^
+               mixed(word(text + 16) ^ 0x8ebc6af09c88c6e3u, word(text + 24) ^ 0x589965cc75374cc3u) ^
+               mixed(word(text + 32) ^ 0x1d8e4e27c47d124fu, word(text + 40) ^ 0xeb44accab455d165u) ^
+               mixed(word(text + 48) ^ 0x2f9be6cc39a1d7d1u, word(text + 56) ^ 0x9f8d0f3b5a6c7e43u);
     }
 
-    // Long prompts are read from memory, whose own looking ahead ends at each page.
-    static constexpr std::size_t reach = 1024;
-    static void ahead([[maybe_unused]] const char* text) {
+    static void ahead([[maybe_unused]] const void* memory) {
 #if defined(__GNUC__)
-        __builtin_prefetch(text);
+        __builtin_prefetch(memory);
 #endif
     }
+    static void ahead(const void* memory, std::size_t size, std::size_t step = 64) {
+        for (std::size_t i = 0; i < size; i += step) ahead(static_cast<const char*>(memory) + i);
+    }
 
-    // The prompt's blocks, into path_. Its bytes.
-    std::size_t read(const Prompt& prompt) {
+    /// It will be needed soon.
+    template <class T>
+    static void expect(const T& it) {
+        ahead(&it, sizeof(T));
+        ahead(reinterpret_cast<const char*>(&it + 1) - 1);
+    }
+
+    // Long prompts are read from memory, whose own looking ahead begins late and ends at each page:
+    // so many bytes ahead, and where their pages are at once.
+    static constexpr std::size_t reach = 2048, page = 4096, pages = 64;
+    static void expect_text(std::string_view text) {
+        ahead(text.data(), std::min(text.size(), pages * page), page);
+        ahead(text.data(), std::min(text.size(), reach));
+    }
+
+    // Names the whole blocks of the text, up to `most` of them; takes them off.
+    static std::uint64_t name(std::string_view& text, std::size_t most, std::uint64_t chain,
+                              Block*& out) {
+        Block* to = out;
+        for (; text.size() >= block && most > 0; text.remove_prefix(block), --most) {
+            if (text.size() > reach) ahead(text.data() + reach);
+            chain = mixed(chain ^ hash(text.data()), multiplier);
+            *to++ = Block(chain >> 32);
+        }
+        out = to;
+        return chain;
+    }
+
+    // The leaf of the prompt. Its blocks are followed through the tree while it is read, so that
+    // what is there of it comes from memory meanwhile.
+    Node& insert(const Prompt& prompt) {
         const auto bytes = prompt.bytes();
         const auto most = (prompt.domain.size() + bytes) / block + 3;
         if (path_.size() < most) path_.resize(most);
@@ -590,8 +656,31 @@ private:
         std::uint64_t chain = 1;
         char rest[block]; // of the segments before, less than a block
         std::size_t held = 0;
-        const auto link = [&](std::uint64_t name) {
-            chain = mixed(chain ^ name, multiplier);
+
+        Node* node = &root_;
+        const Block *at = nullptr, *end = nullptr; // of its edge: what comes next
+        const Block* seen = path_.data();          // followed up to here
+        bool parted = false;                       // what comes now is in no edge
+        const auto follow = [&] {
+            while (!parted && seen != out) {
+                if (at == end) {
+                    Node* const next = kid_of(*node, *seen);
+                    if (!next) {
+                        parted = true;
+                        // They will be neighbours.
+                        if (!node->children.empty()) expect(*node->children.rbegin());
+                        break;
+                    }
+                    node = next;
+                    at = node->edge.data();
+                    end = at + node->edge.size();
+                }
+                for (; at != end && seen != out && *at == *seen; ++at) ++seen;
+                parted = at != end && seen != out;
+            }
+        };
+        const auto link = [&](std::uint64_t it) {
+            chain = mixed(chain ^ it, multiplier);
             *out++ = Block(chain >> 32);
         };
         // The domain is a block of its own, and so is the end: a prompt and its continuation are
@@ -601,7 +690,7 @@ private:
             link(hash(rest) ^ mixed(held + kind, multiplier));
             held = 0;
         };
-        const auto take = [&](std::string_view text) {
+        const auto take = [&](std::string_view text, const auto& meanwhile) {
             if (text.empty()) return;
             if (held > 0) {
                 const auto part = std::min(text.size(), block - held);
@@ -612,76 +701,78 @@ private:
                 link(hash(rest));
                 held = 0;
             }
-            for (; text.size() >= block; text.remove_prefix(block)) {
-                ahead(text.data() + std::min(text.size(), reach));
-                link(hash(text.data()));
+            while (text.size() >= block) {
+                chain = name(text, reach / block, chain, out);
+                meanwhile();
             }
             if (!text.empty()) std::memcpy(rest, text.data(), held = text.size());
         };
-        take(prompt.domain);
+        for (const auto segment : prompt.segments) {
+            expect_text(segment);
+            if (segment.size() >= reach) break; // it makes time for the rest
+        }
+        take(prompt.domain, [] {});
         close(block);
         path_.front() = out[-1];
         out = path_.data() + 1;
-        for (const auto segment : prompt.segments) take(segment);
+        for (const auto segment : prompt.segments) take(segment, follow);
         close(2 * block);
-        path_end_ = out;
-        return bytes;
+        follow();
+        if (at != end) node = &split(*node, at - node->edge.data());
+        return parted ? child(*node, edge_of(seen, out), bytes) : *node;
     }
 
-    // The leaf of the prompt in path_.
-    Node& insert(std::size_t bytes) {
-        Node* node = &root_;
-        const Block* const end = path_end_;
-        for (const Block* at = path_.data(); at != end;) {
-            Node* next = nodes_.find(node, *at);
-            if (!next) return child(*node, edge_of(at, end), bytes);
-            const auto [mine, theirs] =
-                std::mismatch(next->edge.begin(), next->edge.end(), at, end);
-            if (mine != next->edge.end()) next = &split(*next, mine - next->edge.begin());
-            node = next;
-            at = theirs;
-        }
-        return *node;
+    Node* kid_of(const Node& parent, Block first) const {
+        return nodes_.find(key_of(&parent, first), [&](const Node& it) {
+            return it.parent == &parent && it.first == first;
+        });
     }
 
-    template <class It>
-    Edge edge_of(It from, It to) {
-        return Edge(from, to, pool_);
+    Entry* entry_of(RequestId id) const {
+        return entries_.find(key_of(id), [id](const Entry& it) { return it.id == id; });
     }
+
+    Edge edge_of(const Block* from, const Block* to) { return Edge(from, to, pool_); }
 
     Node& child(Node& parent, Edge edge, std::size_t bytes) {
-        Node& node = nodes_.make();
-        node.parent = &parent;
+        Node& node = nodes_.make(pool_);
         node.bytes = bytes;
-        node.edge = std::move(edge);
-        nodes_.insert(&node);
-        adopt(parent, node);
+        adopt(parent, node, std::move(edge));
         return node;
     }
 
-    static void adopt(Node& parent, Node& kid) {
+    void adopt(Node& parent, Node& kid, Edge edge) {
+        kid.parent = &parent;
+        kid.first = edge.front();
+        kid.edge = std::move(edge);
+        nodes_.insert(kid);
         ++parent.kids;
         parent.kids_xor ^= reinterpret_cast<std::uintptr_t>(&kid);
     }
 
-    static void disown(Node& parent, Node& kid) {
+    // It keeps its edge.
+    void disown(Node& kid) {
+        nodes_.take(kid);
+        Node& parent = *kid.parent;
         --parent.kids;
         parent.kids_xor ^= reinterpret_cast<std::uintptr_t>(&kid);
+    }
+
+    static void unlink(Node& node) {
+        auto& children = node.parent->children;
+        children.erase(children.iterator_to(node));
     }
 
     // Cuts the edge to `lower` in two; the new node above has all that is true of the whole.
     Node& split(Node& lower, std::ptrdiff_t at) {
         Node& parent = *lower.parent;
-        if (lower.waiting > 0) parent.children.erase(&lower);
-        nodes_.take(&lower);
-        disown(parent, lower);
+        if (lower.waiting > 0) unlink(lower);
+        disown(lower);
         // The first block of all is the domain's, which is no part of the prompt.
-        Node& upper = child(parent, edge_of(lower.edge.begin(), lower.edge.begin() + at),
+        const Block *const edge = lower.edge.data(), *const cut = edge + at;
+        Node& upper = child(parent, edge_of(edge, cut),
                             parent.bytes + std::size_t(parent.parent ? at : at - 1) * block);
-        lower.edge = edge_of(lower.edge.begin() + at, lower.edge.end());
-        lower.parent = &upper;
-        nodes_.insert(&lower);
-        adopt(upper, lower);
+        adopt(upper, lower, edge_of(cut, edge + lower.edge.size()));
         upper.waiting = lower.waiting;
         upper.running = lower.running;
         upper.live = lower.live;
@@ -696,8 +787,8 @@ private:
         upper.shown_by = lower.shown_by;
         upper.output = lower.output;
         if (lower.waiting > 0) {
-            parent.children.insert(&upper);
-            upper.children.insert(&lower);
+            parent.children.insert(upper);
+            upper.children.insert(lower);
         }
         return upper;
     }
@@ -710,34 +801,33 @@ private:
             upper.live != lower.live)
             return;
         Node& parent = *upper.parent;
-        if (upper.waiting > 0) parent.children.erase(&upper);
-        nodes_.take(&upper);
-        nodes_.take(&lower);
-        disown(parent, upper);
+        if (upper.waiting > 0) {
+            unlink(upper);
+            unlink(lower);
+        }
+        disown(upper);
+        disown(lower);
         upper.edge.insert(upper.edge.end(), lower.edge.begin(), lower.edge.end());
         upper.edge.shrink_to_fit();
-        lower.edge = std::move(upper.edge);
-        lower.parent = &parent;
         lower.rank = upper.rank;
         lower.arrival = upper.arrival;
         if (!lower.output.known()) lower.output = upper.output;
-        nodes_.insert(&lower);
-        adopt(parent, lower);
-        if (lower.waiting > 0) parent.children.insert(&lower);
+        adopt(parent, lower, std::move(upper.edge));
+        if (lower.waiting > 0) parent.children.insert(lower);
         nodes_.end(&upper);
     }
 
-    void enqueue(RequestId id, Entry& entry) {
+    void enqueue(Entry& entry) {
         entry.state = State::waiting;
         entry.sends = sends_;
-        arrived_.emplace_back(entry.arrival, id);
-        const auto place = rank(entry);
+        entry.rank = options_.match_length ? std::int64_t(entry.bytes) : entry.output;
+        arrived_.emplace_back(entry.arrival, entry.id);
         auto& own = entry.node->own; // of many alike the last one comes last
-        own.insert(own.end(), {-place, entry.arrival, id});
+        own.insert(own.end(), entry);
         come(entry.client);
         if (entry.session && entry.session->open) {
             entry.goes_on = ++turns_;
-            continuing_.emplace(entry.goes_on, id);
+            continuing_.emplace(entry.goes_on, &entry);
         }
         for (Node* it = entry.node; it; it = it->parent) {
             if (it->waiting == 0) {
@@ -746,36 +836,33 @@ private:
             } else {
                 it->several |= it->client != entry.client;
             }
-            const bool moves = it->waiting == 0 || place > it->rank || entry.arrival < it->arrival;
-            if (moves && it->waiting > 0 && it->parent) it->parent->children.erase(it);
+            const bool moves =
+                it->waiting == 0 || entry.rank > it->rank || entry.arrival < it->arrival;
+            if (moves && it->waiting > 0 && it->parent) unlink(*it);
             ++it->waiting;
-            it->rank = std::max(it->rank, place);
+            it->rank = std::max(it->rank, entry.rank);
             it->arrival = std::min(it->arrival, entry.arrival);
-            if (moves && it->parent) it->parent->children.insert(it->parent->children.end(), it);
+            if (moves && it->parent) it->parent->children.insert(it->parent->children.end(), *it);
         }
         most_waiting_ = std::max<std::uint64_t>(most_waiting_, root_.waiting);
     }
 
-    void dequeue(RequestId id, Entry& entry, bool sent) {
-        entry.node->own.erase({-rank(entry), entry.arrival, id});
-        if (entry.goes_on) continuing_.erase({std::exchange(entry.goes_on, 0), id});
+    void dequeue(Entry& entry, bool sent) {
+        entry.node->own.erase(entry.node->own.iterator_to(entry));
+        if (entry.goes_on) continuing_.erase({std::exchange(entry.goes_on, 0), &entry});
         const auto client = clients_.find(entry.client);
         client->second.served += sent;
         if (--client->second.waiting == 0) clients_.erase(client);
         for (Node* it = entry.node; it; it = it->parent) {
             const bool moves = it->waiting == 1 || (sent && !it->sent);
-            if (moves && it->parent) it->parent->children.erase(it);
+            if (moves && it->parent) unlink(*it);
             --it->waiting;
             it->sent |= sent;
-            if (moves && it->waiting > 0 && it->parent) it->parent->children.insert(it);
+            if (moves && it->waiting > 0 && it->parent) it->parent->children.insert(*it);
         }
         if (root_.waiting > 0) return;
         arrived_.clear();
         most_waiting_ = 0;
-    }
-
-    std::int64_t rank(const Entry& entry) const {
-        return options_.match_length ? std::int64_t(entry.bytes) : entry.output;
     }
 
     void come(std::uint32_t name) {
@@ -814,12 +901,12 @@ private:
         const auto first = std::get<2>(*session.turns.begin());
         if (session.first == first) return;
         if (session.first) {
-            Entry& late = entries_.at(session.first);
-            dequeue(session.first, late, false);
+            Entry& late = *entry_of(session.first);
+            dequeue(late, false);
             late.state = State::behind;
         }
         session.first = first;
-        enqueue(first, entries_.at(first));
+        enqueue(*entry_of(first));
     }
 
     void end_silent() {
@@ -842,10 +929,13 @@ private:
     }
 
     // No more is wanted of the request: what is known of its prompt is kept for a while.
-    void forget(typename Entries::iterator entry) {
-        Node& leaf = *entry->second.node;
-        entries_.erase(entry);
-        if (entries_.empty() && entries_.bucket_count() > 4096) entries_ = Entries(pool_);
+    void forget(Entry& entry) {
+        Node& leaf = *entry.node;
+        if (const auto& others = leaf.parent->children; !others.empty())
+            if (const auto& own = others.begin()->own; !own.empty())
+                expect(*own.begin()); // is likely to be next
+        entries_.take(entry);
+        entries_.end(&entry);
         for (Node* it = &leaf; it; it = it->parent) --it->live;
         for (Node* it = leaf.parent; it;) {
             Node* const above = it->parent;
@@ -854,14 +944,16 @@ private:
         }
         if (leaf.live == 0 && leaf.kids == 0) list(leaf);
         while (idle_ > options_.remembered) drop(*oldest_);
+        if (idle_ < options_.remembered || !oldest_) return;
+        nodes_.expect(oldest_->key()); // is the next one to be dropped
+        if (oldest_->newer) expect(*oldest_->newer);
     }
 
     void drop(Node& node) {
         Node& parent = *node.parent;
         unlist(node);
         std::erase(slots_, &node);
-        nodes_.take(&node);
-        disown(parent, node);
+        disown(node);
         nodes_.end(&node);
         if (!parent.parent) return;
         if (parent.kids == 0 && parent.live == 0)
@@ -893,23 +985,23 @@ private:
         return most;
     }
 
-    const Entry* still_waits(std::uint64_t arrival, RequestId id) const {
-        const auto it = entries_.find(id);
-        if (it == entries_.end() || it->second.arrival != arrival) return nullptr;
-        return it->second.state == State::waiting ? &it->second : nullptr;
+    Entry* still_waits(std::uint64_t arrival, RequestId id) const {
+        Entry* const it = entry_of(id);
+        return it && it->arrival == arrival && it->state == State::waiting ? it : nullptr;
     }
 
     // The one that came first, if it has waited for too many others.
     Found overtaken(Point now) {
-        while (!still_waits(arrived_.front().first, arrived_.front().second)) arrived_.pop_front();
-        const auto id = arrived_.front().second;
-        Entry& entry = entries_.at(id);
-        if (options_.in_order) return {entry.node, id};
+        Entry* waits = nullptr;
+        while (!(waits = still_waits(arrived_.front().first, arrived_.front().second)))
+            arrived_.pop_front();
+        Entry& entry = *waits;
+        if (options_.in_order) return {entry.node, &entry};
         if (sends_ - entry.sends < options_.overtaking + 2 * most_waiting_) return {};
         if (!may_begin(entry)) return {};
         for (const Node* it = entry.node; it; it = it->parent)
             if (now < held(*it)) return {};
-        return {entry.node, id};
+        return {entry.node, &entry};
     }
 
     bool may_begin(const Entry& entry) const {
@@ -922,14 +1014,13 @@ private:
     // the first in depth-first order.
     Found first(Point now, std::optional<std::uint32_t> client = {}) {
         passed_ = 0;
-        for (const auto& [place, id] : continuing_) {
-            const Entry& entry = entries_.at(id);
-            if (client && entry.client != *client) continue;
-            bool waits = pads(*entry.node, entry);
+        for (const auto& [place, entry] : continuing_) {
+            if (client && entry->client != *client) continue;
+            bool waits = pads(*entry->node, *entry);
             if (waits) holds_ = "padding";
-            for (const Node* it = entry.node; it && !waits; it = it->parent)
+            for (const Node* it = entry->node; it && !waits; it = it->parent)
                 waits = now < held(*it);
-            if (!waits) return {entry.node, id};
+            if (!waits) return {entry->node, entry};
             if (++passed_ >= look_ahead) break;
         }
         passed_ = 0;
@@ -955,8 +1046,7 @@ private:
             return {};
         }
         bool held_back = false;
-        for (const auto& [place, arrival, id] : node.own) {
-            const Entry& entry = entries_.at(id);
+        for (Entry& entry : node.own) {
             if (client && entry.client != *client) continue;
             const std::string_view why = any                    ? ""
                                          : !may_begin(entry)    ? "sessions"
@@ -964,7 +1054,7 @@ private:
                                          : spreads(node, entry) ? "slot"
                                          : crowds(node)         ? "leader"
                                                                 : "";
-            if (why.empty()) return {&node, id};
+            if (why.empty()) return {&node, &entry};
             if (holds_ != "sessions") holds_ = why;
             held_back = true;
         }
@@ -973,9 +1063,9 @@ private:
         // A slot keeps its prefix: what shares it with a running one would fill another slot.
         const bool slots = options_.release == Release::slot;
         for (const bool busy : {false, true}) {
-            for (Node* it : node.children) {
-                if (slots && (it->running > 0) != busy) continue;
-                if (const Found found = find(*it, now, any, client); found.node) return found;
+            for (Node& it : node.children) {
+                if (slots && (it.running > 0) != busy) continue;
+                if (const Found found = find(it, now, any, client); found.node) return found;
                 if (passed_ >= look_ahead) return {};
             }
             if (!slots) break;
@@ -995,7 +1085,7 @@ private:
     // Until when what waits below is held back, if nothing happens before.
     Point held(const Node& node) const {
         if (node.leader && worth_sharing(node))
-            return entries_.at(node.leader).sent + options_.patience;
+            return entry_of(node.leader)->sent + options_.patience;
         const auto places = options_.leaders;
         if (places > 0 && leading_.size() >= places && begins(node))
             return std::prev(leading_.end(), places)->first + options_.patience;
@@ -1036,7 +1126,7 @@ private:
     // The server's cache could not hold it beside what runs; who goes on with a session may.
     bool too_much(const Found& found) const {
         if (options_.cache_bytes == 0) return false;
-        const Entry& entry = entries_.at(found.id);
+        const Entry& entry = *found.entry;
         if (entry.session && entry.session->open) return false;
         std::size_t more =
             answer_bytes(predicted(*entry.node, entry.most)) + (entry.session ? growth_ : 0);
@@ -1102,8 +1192,9 @@ private:
         return room_ <= std::min(followers, (room_ + running_) / 4);
     }
 
-    Pick send(RequestId id, Node& leaf, Point now, std::string_view why) {
-        Entry& entry = entries_.at(id);
+    Pick send(Entry& entry, Node& leaf, Point now, std::string_view why) {
+        const auto id = entry.id;
+        entries_.expect(entry.key()); // its progress comes next
         Pick pick{id, entry.bytes, 0, 0};
         if (leaf.parent->bytes > 0) {
             pick.node = leaf.parent->edge.back();
@@ -1142,7 +1233,9 @@ private:
             it->leader = id;
         }
         sends_ += entry.goes_on == 0; // who goes on overtakes nobody
-        dequeue(id, entry, true);
+        dequeue(entry, true);
+        if (const auto& others = leaf.parent->children; !others.empty())
+            expect(*others.begin()); // is likely to be next
         entry.state = State::running;
         entry.sent = now;
         entry.output = predicted(leaf, entry.most);
@@ -1181,21 +1274,19 @@ private:
     }
 
     void plan(std::vector<Planned>& list, const Node& node, const Node*& last) const {
-        for (const auto& [place, arrival, id] : node.own) {
-            const Entry& entry = entries_.at(id);
-            plan(list, id, entry, last);
+        for (const Entry& entry : node.own) {
+            plan(list, entry, last);
             if (!entry.session) continue;
             for (const auto& [turn, came, next] : entry.session->turns)
-                if (next != id) {
-                    plan(list, next, entries_.at(next), last);
+                if (next != entry.id) {
+                    plan(list, *entry_of(next), last);
                     list.back().continues = true;
                 }
         }
-        for (const Node* it : node.children) plan(list, *it, last);
+        for (const Node& it : node.children) plan(list, it, last);
     }
 
-    static void plan(std::vector<Planned>& list, RequestId id, const Entry& entry,
-                     const Node*& last) {
+    static void plan(std::vector<Planned>& list, const Entry& entry, const Node*& last) {
         const auto depth = [](const Node* it) {
             unsigned count = 0;
             for (; it; it = it->parent) ++count;
@@ -1207,21 +1298,22 @@ private:
         for (; below > above; --below) a = a->parent;
         for (; above > below; --above) b = b->parent;
         for (; a != b; b = b->parent) a = a->parent;
-        list.push_back({id, entry.bytes, b ? std::min(b->bytes, entry.bytes) : 0, entry.output});
+        list.push_back(
+            {entry.id, entry.bytes, b ? std::min(b->bytes, entry.bytes) : 0, entry.output});
         last = entry.node;
     }
 
     Options options_;
     detail::Pool pool_; // of all that follows
     Node root_{pool_};
-    Nodes nodes_{pool_};
+    Table<Node> nodes_{pool_};
     Node *oldest_ = nullptr, *newest_ = nullptr; // of the idle nodes
     std::size_t idle_ = 0;
-    Entries entries_{pool_};
+    Table<Entry> entries_{pool_};
     std::unordered_map<std::string, Session> sessions_;            // that have not ended
     std::vector<Cold> filling_;                                    // of those without text
     std::size_t room_ = std::numeric_limits<std::uint32_t>::max(); // places that are free
-    std::set<std::pair<std::uint64_t, RequestId>> continuing_;     // waiting turns of open sessions
+    std::set<std::pair<std::uint64_t, Entry*>> continuing_;        // waiting turns of open sessions
     std::vector<Node*> slots_;                // what free ones hold, the oldest first
     double seen_bytes_ = 0, seen_tokens_ = 0; // of the prompts that were answered
     std::set<const Session*> open_;
@@ -1230,8 +1322,7 @@ private:
     std::uint32_t turn_ = 0;                        // whose it was last
     std::size_t growth_ = 6000; // bytes by which a session grows: some 1,500 tokens, then as seen
     std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not
-    std::vector<Block> path_; // of the prompt that is read, up to path_end_
-    const Block* path_end_ = nullptr;
+    std::vector<Block> path_;                                 // of the prompt that is read
     std::uint64_t arrivals_ = 0, sends_ = 0, turns_ = 0, most_waiting_ = 0;
     std::size_t running_ = 0;
     std::size_t resident_ = 0;                      // bytes of what runs, shared ones once

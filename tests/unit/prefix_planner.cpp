@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 
 using namespace std::chrono_literals;
 using evalrt::FifoPlanner;
@@ -706,6 +707,46 @@ TEST_CASE("a prompt is its bytes, wherever the segments are cut") {
             REQUIRE(pick->maximum_bytes == text.size());
         }
     }
+}
+
+TEST_CASE("of a long prompt all is compared, wherever its segments are cut") {
+    Random random(1);
+    std::string text(20000, ' ');
+    for (char& c : text) c = char('a' + below(random, 26));
+    for (const std::size_t shared : {63, 64, 2047, 2048, 2049, 2112, 4096, 6143, 12345, 19999}) {
+        std::string other = text;
+        other[shared] = '-';
+        for (const std::size_t cut : {0, 1, 64, 2048, 2049, 2113, 5000, 20000}) {
+            CAPTURE(shared, cut);
+            RadixPlanner planner;
+            add(planner, 1, text);
+            REQUIRE(planner.next(start));
+            planner.progressed(1, Step::done, start);
+            const std::string_view all = other;
+            planner.add(2, {"d", {all.substr(0, cut), all.substr(cut)}, {}});
+            CHECK(planner.next(start)->expected_bytes == shared / block * block);
+        }
+    }
+}
+
+TEST_CASE("ids may be any") {
+    RadixPlanner planner;
+    std::set<RequestId> ids;
+    for (RequestId i = 1; i <= 1000; ++i)
+        for (const RequestId id : {i, i << 20, i << 40, i << 54, ~i}) {
+            if (!ids.insert(id).second) continue;
+            add(planner, id, std::to_string(i % 10) + std::string(100, 'p') + std::to_string(id));
+        }
+    for (RequestId i = 1; i <= 1000; i += 2) {
+        planner.remove(i << 40);
+        ids.erase(i << 40);
+    }
+    while (const auto pick = planner.next(start)) {
+        REQUIRE(ids.erase(pick->id) == 1);
+        planner.progressed(pick->id, pick->id % 3 ? Step::done : Step::failed, start);
+        planner.remove(pick->id); // it is gone
+    }
+    CHECK(ids.empty());
 }
 
 TEST_CASE("prefixes that end inside a segment are counted to the block") {

@@ -108,6 +108,28 @@ std::string identity_text(const JournalFields& fields) {
     return text;
 }
 
+// Copies of texts, one behind the other: a string for each would lie between the requests' bodies,
+// and the hole that it leaves there is cold memory for whoever is given it next.
+class Texts {
+public:
+    std::string_view keep(std::string_view text) {
+        if (blocks_.empty() || blocks_.back().capacity() - blocks_.back().size() < text.size())
+            blocks_.emplace_back().reserve(std::max(block, text.size()));
+        auto& to = blocks_.back();
+        to += text;
+        return std::string_view(to).substr(to.size() - text.size());
+    }
+
+    void clear() {
+        blocks_.resize(std::min<std::size_t>(blocks_.size(), 1));
+        if (!blocks_.empty()) blocks_.front().clear();
+    }
+
+private:
+    static constexpr std::size_t block = 16 << 10; // far more than a string has in itself
+    std::vector<std::string> blocks_;
+};
+
 constexpr std::size_t read_ahead = 256;
 constexpr std::size_t delivered_at_once = 16;
 
@@ -171,6 +193,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     public:
         std::vector<Ended> ended;
         std::vector<detail::JournalName> names;
+        Texts texts;               // of the rows
         std::size_t delivered = 0; // of those
         std::size_t bytes = 0;
 
@@ -189,6 +212,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             count_ = 0;
             ended.clear();
             names.clear();
+            texts.clear();
             delivered = bytes = 0;
         }
 
@@ -310,8 +334,8 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
             live.item = ++last_item;
             auto& row = group->row();
             row.item = live.item;
-            row.name = request.name;
-            row.endpoint = request.endpoint;
+            row.name = group->texts.keep(request.name);
+            row.endpoint = group->texts.keep(request.endpoint);
             row.body = request.body;
             grown();
         } else {
@@ -327,7 +351,7 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
                 row.item = live.item;
                 row.key = key;
                 row.occurrence = decision.occurrence;
-                row.name = request.name;
+                row.name = group->texts.keep(request.name);
                 live.entry->name = detail::journal_name(request.name);
                 grown();
             } else if (const auto name = detail::journal_name(request.name);

@@ -22,9 +22,9 @@ struct JournalRow { // of an item that this run had not asked before
     std::int64_t item = 0;
     JournalKey key;
     std::uint32_t occurrence = 0;
-    std::string name;
-    std::string endpoint; // until the key and the occurrence are counted
-    Text body;            // likewise
+    std::string_view name;
+    std::string_view endpoint; // until the key and the occurrence are counted
+    Text body;                 // likewise
 };
 
 struct JournalName { // that an item of the run has now

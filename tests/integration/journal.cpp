@@ -856,6 +856,35 @@ TEST_CASE("an item has the name that its request came by the last time") {
     CHECK(items_of(folder / "j", summary).at(0).name == "renamed");
 }
 
+TEST_CASE("names of any length are kept, all of a group at once, in a first session and a later") {
+    Folder folder;
+    std::vector<std::string> names;
+    const auto add = [&names](std::size_t length) {
+        auto name = std::to_string(names.size()) + ' ';
+        name.resize(std::max(length, name.size()), char('a' + names.size() % 26));
+        names.push_back(std::move(name));
+    };
+    for (int n = 0; n < 2; ++n) {
+        Session session(folder / "j");
+        for (int burst = 0; burst < 3; ++burst) {
+            auto i = names.size();
+            for (std::size_t length = 0; length < 700; length += 7) add(length);
+            for (const std::size_t length : {16383, 16384, 16385, 50000, 3}) add(length);
+            for (; i < names.size(); ++i) {
+                auto request = question(std::to_string(i));
+                request.name = names[i];
+                session.ask(request);
+            }
+            session.go();
+        }
+        for (const auto& it : session.all) CHECK(it.completions == 1);
+    }
+    JournalSummary summary;
+    const auto items = items_of(folder / "j", summary);
+    REQUIRE(items.size() == names.size());
+    for (std::size_t i = 0; i < items.size(); ++i) CHECK(items[i].name == names[i]);
+}
+
 TEST_CASE(
     "a report counts what shares an answer, what cannot be asked, and what is not written yet") {
     Folder folder;

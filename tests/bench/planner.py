@@ -71,7 +71,8 @@ def main():
         median = lambda key: statistics.median(run[key] for run in runs)
         print(f"{name}: {runs[0]['requests']} requests, {runs[0]['bytes'] / 1e6:.0f} MB, "
               f"{median('ns_per_request'):.0f} ns a request, {median('by_read'):.1f} times as long as "
-              f"reading the bytes once", file=sys.stderr)
+              f"reading the bytes once, {median('by_bound'):.1f} times as long as that and having the "
+              f"memory it takes", file=sys.stderr)
         for key, goal in SUITES[name][1].items():
             value, ok = median(key), median(key) <= goal
             missed |= not ok

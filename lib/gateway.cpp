@@ -57,6 +57,7 @@ struct Job {
     std::string endpoint, idempotency_key;
     Text body;
     std::uint64_t key = 0; // of both
+    std::uint32_t client = 0;
     detail::Conversations::Turn turn;
     asio::cancellation_signal cancel;
     std::optional<asio::steady_timer> linger; // since its client has gone
@@ -734,16 +735,16 @@ Session* Core::longest_idle() const {
     return oldest;
 }
 
-// The same request, if it may be shared: its client has gone, or says that it is the same. Two
-// clients that ask the same are otherwise two samples.
+// The same request, if it may be shared: its client had gone and is back, or says that it is the
+// same. Two clients that ask the same are two samples.
 std::shared_ptr<Job> Core::running(const Call& call, const Text& body, std::uint64_t key) {
     const auto [begin, end] = jobs.equal_range(key);
     for (auto it = begin; it != end; ++it) {
         const auto& job = it->second;
         const bool same =
             !call.idempotency_key.empty() && call.idempotency_key == job->idempotency_key;
-        if ((job->listener && !same) || job->endpoint != call.endpoint ||
-            job->body.view() != body.view())
+        if ((job->listener && !same) || job->client != call.client ||
+            job->endpoint != call.endpoint || job->body.view() != body.view())
             continue;
         ++stats.joined;
         return job;
@@ -757,6 +758,7 @@ std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked, std::uint
     job->idempotency_key = call.idempotency_key;
     job->body = asked.body;
     job->key = key;
+    job->client = call.client;
     if (asked.stream) job->flow = std::make_shared<TextFlow>();
     jobs.emplace(key, job);
     ++stats.requests;

@@ -35,6 +35,7 @@ std::string_view trimmed(std::string_view text) {
 enum class Name {
     host,
     origin,
+    fetch_site,
     content_length,
     transfer_encoding,
     content_type,
@@ -52,6 +53,7 @@ enum class Name {
 constexpr std::size_t names = std::size_t(Name::client_name) + 1;
 constexpr std::string_view name_of[names] = {"host",
                                              "origin",
+                                             "sec-fetch-site",
                                              "content-length",
                                              "transfer-encoding",
                                              "content-type",
@@ -557,6 +559,7 @@ Call read_call(const RequestHead& head, const Door& door) {
         return call;
     };
 
+    constexpr auto web_page = "requests of web pages are not taken";
     // A page of another site may reach us by a name of its own that leads to this address.
     if (fields.count(host) != 1) return refuse(400, "the request needs exactly one Host header");
     if (door.loopback && !names_us(fields[host], door.port))
@@ -569,8 +572,12 @@ Call read_call(const RequestHead& head, const Door& door) {
         if (plain) page.remove_prefix(7);
         const bool own =
             door.loopback ? names_us(page, door.port) : same_nocase(page, fields[host]);
-        if (count > 1 || !plain || !own) return refuse(403, "requests of web pages are not taken");
+        if (count > 1 || !plain || !own) return refuse(403, web_page);
     }
+    // Which browsers send where they leave Origin out, as for an image.
+    if (const auto site = fields[fetch_site];
+        fields.count(fetch_site) > 1 || site == "cross-site" || site == "same-site")
+        return refuse(403, web_page);
     if (!head.target.starts_with('/'))
         return refuse(400, "the request's target is no path of this server");
     if (head.fields.size() > door.field_limit)

@@ -542,6 +542,28 @@ TEST_CASE("the same Idempotency-Key is the same request, while its client is the
     CHECK(rig.until([&] { return whole(second) && whole(other); }));
 }
 
+TEST_CASE("another client does not get the request of one that has gone") {
+    auto options = unhurried();
+    options.linger = 2 * patience;
+    Rig rig(options);
+    auto& first = rig.connect();
+    first.send(rig.request(R"({"a": 1})", "Authorization: Bearer one\r\n"));
+    REQUIRE(rig.until([&] { return rig.backend.calls == 1; }));
+    first.close();
+    REQUIRE(rig.until([&] { return rig.gateway.stats().connections == 0; }));
+    auto& other = rig.connect();
+    other.send(rig.request(R"({"a": 1})", "Authorization: Bearer two\r\n"));
+    REQUIRE(rig.until([&] { return rig.backend.calls == 2; }));
+    auto& back = rig.connect();
+    back.send(rig.request(R"({"a": 1})", "Authorization: Bearer one\r\n"));
+    REQUIRE(rig.until([&] { return rig.gateway.stats().joined == 1; }));
+    rig.backend.end(0, Rig::answer("first"));
+    rig.backend.end(1, Rig::answer("second"));
+    REQUIRE(rig.until([&] { return whole(back) && whole(other); }));
+    CHECK(back.in.find("first") != std::string::npos);
+    CHECK(other.in.find("second") != std::string::npos);
+}
+
 TEST_CASE("a client that had said how long it waits is expected back") {
     auto options = unhurried();
     options.linger = 1ms;

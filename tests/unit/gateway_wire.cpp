@@ -162,6 +162,12 @@ TEST_CASE("an Origin is this server's or absent") {
           "http://127.0.0.1", "file://", "http://127.0.0.1:8080.evil.example"})
         CHECK(status(post({{"Origin", bad}})) == 403);
     CHECK(status(post({{"Origin", "http://127.0.0.1:8080"}, {"Origin", "http://evil"}})) == 403);
+    // Without it browsers tell by this where a request is from.
+    for (const auto good : {"none", "same-origin"})
+        CHECK(status(post({{"Sec-Fetch-Site", good}})) == 0);
+    for (const auto bad : {"cross-site", "same-site"})
+        CHECK(status(post({{"Sec-Fetch-Site", bad}})) == 403);
+    CHECK(status(post({{"Sec-Fetch-Site", "none"}, {"Sec-Fetch-Site", "cross-site"}})) == 403);
     auto head = get("/v1/models");
     head.method = "OPTIONS"; // a preflight
     head.fields.push_back({"Origin", "http://evil.example"});

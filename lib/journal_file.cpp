@@ -489,6 +489,15 @@ void JournalFile::check_header() {
                                    path_, number(60), format_version)}};
 }
 
+void JournalFile::check_pages() {
+    Statement check(*this, "PRAGMA quick_check(1)");
+    if (!check.step("read") || check.text(0) != "ok")
+        throw Trouble{{JournalErrc::corrupt,
+                       fmt::format("the journal {} is damaged ({}); it is left as it is: move it "
+                                   "away, or restore a copy",
+                                   path_, one_line(check.text(0)))}};
+}
+
 Failure JournalFile::open(const std::string& path, std::unique_ptr<JournalFile>& out, bool anew) {
     out.reset(new JournalFile);
     auto& file = *out;
@@ -507,12 +516,7 @@ Failure JournalFile::open(const std::string& path, std::unique_ptr<JournalFile>&
         // An fsync for each group: an answer that was delivered survives a power cut too.
         file.execute("PRAGMA synchronous = FULL");
         file.execute("PRAGMA checkpoint_fullfsync = 1"); // of macOS, whose fsync is none
-        Statement check(file, "PRAGMA quick_check(1)");
-        if (!check.step("read") || check.text(0) != "ok")
-            throw Trouble{{JournalErrc::corrupt,
-                           fmt::format("the journal {} is damaged ({}); it is left as it is: move "
-                                       "it away, or restore a copy",
-                                       path, one_line(check.text(0)))}};
+        file.check_pages();
     });
     if (failure) out.reset();
     return failure;
@@ -528,6 +532,7 @@ Failure JournalFile::open_to_read(const std::string& path, std::unique_ptr<Journ
                            fmt::format("cannot open {}: {}", path, std::strerror(errno))}};
         file.check_header();
         file.connect_to_read();
+        file.check_pages();
     });
     if (failure) out.reset();
     return failure;

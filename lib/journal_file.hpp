@@ -94,6 +94,7 @@ private:
     static void move_into_place(const std::string& from, const std::string& to);
     void create();
     void check_header();
+    void check_pages();
     void connect(int flags, const std::string& uri = {});
     void connect_to_read();
     void write_outcome(const JournalOutcome& it, std::int64_t at);

@@ -172,9 +172,10 @@ std::string dry_run_text(const Plan& plan, const detail::Shards& shards, const D
                         journal_bytes(plan) / 1e6);
     const auto work = double(tokens(plan.cold_bytes + shards.duplicated())) / 1e4 +
                       double(plan.output_tokens) / 1e3;
-    text += fmt::format("time: {:.0f} s each, for servers that prefill 10,000 and decode 1,000 "
+    text += fmt::format("time: {:.0f} s{}, for servers that prefill 10,000 and decode 1,000 "
                         "tokens a second in all (measure yours: evalrt run --limit N)\n",
-                        work / count * (sizes.largest > 0 ? sizes.largest : 1));
+                        work / count * (sizes.largest > 0 ? sizes.largest : 1),
+                        shards.count() > 1 ? " each" : " on one server");
     text += fmt::format("planned in {:.1f} s with {:.0f} MB; nothing was asked\n", run.seconds,
                         megabytes_used());
     return text;

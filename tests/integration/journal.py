@@ -518,6 +518,9 @@ class Refused(Base):
         self.refused("is damaged")
         code, _, err = self.run_suite("suite.jsonl", "--quiet")
         self.assertEqual(len(err.splitlines()), 1, err)
+        code, _, err = self.run_program("report", "j")
+        self.assertEqual(code, 4, err)
+        self.assertIn("is damaged", err)
 
     def test_a_second_process_is_told_who_has_it(self):
         self.suite(line("slow", "hold"))

@@ -217,6 +217,11 @@ TEST_CASE("--shard auto: a rank that is alone is no part of an array of several 
     CHECK(read("auto", env, error));
     env.erase("SLURM_ARRAY_TASK_COUNT");
     CHECK(read("auto", env, error));
+    env["JOB_COMPLETION_INDEX"] = "0";
+    CHECK(read("auto", env, error));
+    env["JOB_COMPLETION_INDEX"] = "3";
+    CHECK_FALSE(read("auto", env, error));
+    CHECK(error.find("JOB_COMPLETION_INDEX is more") != error.npos);
 }
 
 TEST_CASE("--shard auto: what the scheduler says stands, and its numbers must have no gaps") {

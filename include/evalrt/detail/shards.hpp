@@ -145,6 +145,10 @@ std::optional<ShardChoice> read_shard(std::string_view text, Get get, std::strin
                 return fail("--shard " + given +
                             ": OMPI_COMM_WORLD_SIZE is 1 and SLURM_ARRAY_TASK_COUNT is more; start "
                             "evalrt without mpirun, or give $SLURM_ARRAY_TASK_ID/N");
+            if (error.empty() && of == 1u && variable("JOB_COMPLETION_INDEX").value_or(0) > 0)
+                return fail("--shard " + given +
+                            ": OMPI_COMM_WORLD_SIZE is 1 and JOB_COMPLETION_INDEX is more than 0; "
+                            "start evalrt without mpirun, or give $JOB_COMPLETION_INDEX/N");
         } else if (error.empty() && (index = variable("SLURM_ARRAY_TASK_ID"))) {
             of = variable(counts = "SLURM_ARRAY_TASK_COUNT");
             const auto first = variable("SLURM_ARRAY_TASK_MIN").value_or(0);

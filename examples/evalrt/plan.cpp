@@ -23,7 +23,7 @@ constexpr double answer_bytes = 700, answer_bytes_per_token = 4.5, journal_overh
 
 std::string grouped(std::uint64_t value) {
     auto text = std::to_string(value);
-    for (auto at = long(text.size()) - 3; at > 0; at -= 3) text.insert(std::size_t(at), ",");
+    for (auto at = long(text.size()) - 3; at > 0; at -= 3) text.insert(std::size_t(at), 1, ',');
     return text;
 }
 

@@ -30,6 +30,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 namespace evalrt::program {
 namespace {
@@ -325,38 +326,42 @@ private:
         co_return code;
     }
 
-    // Where the command is known to write beside its folder: what its arguments name, and our
-    // output.
+    // Where the command is known to write beside its folder: what its arguments name, our output,
+    // and folders of the user's own that variables name.
     std::vector<std::filesystem::path> other_places() const {
         namespace fs = std::filesystem;
         std::error_code ignored;
         const auto folder = fs::current_path(ignored);
         std::vector<fs::path> places;
         const auto add = [&](const std::string& name) {
-            const auto path = fs::absolute(name, ignored).lexically_normal();
-            if (name.empty() || !path.is_absolute() || path == path.root_path()) return;
-            if (*path.lexically_relative(folder).begin() == "..") places.push_back(path);
+            if (!name.empty()) places.push_back(fs::absolute(name, ignored).lexically_normal());
         };
         for (const auto& it : command_.child) {
             const auto sign = it.find('=');
             add(sign == it.npos ? it : it.substr(sign + 1));
         }
         for (const int fd : {1, 2}) add(file_behind(fd));
+        for (const auto& it : own_environment()) {
+            const auto sign = it.find('=');
+            const auto name = it.substr(0, sign), value = it.substr(sign + 1);
+            struct stat what {};
+            if (value.starts_with('/') && name != "HOME" && name != "OLDPWD" && name != "TMPDIR" &&
+                ::stat(value.c_str(), &what) == 0 && S_ISDIR(what.st_mode) &&
+                what.st_uid == ::geteuid())
+                add(value);
+        }
         return places;
     }
 
     Snapshot look_around() const {
         std::error_code ignored;
-        auto all = look_at({std::filesystem::current_path(ignored)});
-        all.merge(look_at(other_places(), most_elsewhere));
-        return all;
+        return look_at(std::filesystem::current_path(ignored), other_places());
     }
 
     // What was written since the rehearsals began and has a placeholder in it.
-    std::vector<std::string> find_traces() {
+    std::vector<std::string> find_traces(const std::vector<std::string>& own) {
         auto left = most_searched;
-        auto files =
-            with_traces(changed(before_, look_around(), own_files()), rehearsal_.traces(), left);
+        auto files = with_traces(changed(before_, look_around(), own), rehearsal_.traces(), left);
         if (left == 0)
             say(fmt::format("only the first {} GB of what was written were looked through for "
                             "placeholders",
@@ -383,7 +388,7 @@ private:
                             "has written may have placeholders in it",
                             rehearsed_->leaks));
         }
-        if (const auto files = find_traces(); !files.empty()) {
+        if (const auto files = find_traces(own_files()); !files.empty()) {
             good = false;
             say(fmt::format("placeholders of the rehearsal stand in {}: these are no results",
                             listed(files)));
@@ -422,7 +427,7 @@ private:
             }
             // Where the system does not keep it from writing elsewhere, at least its folder tells.
             Snapshot before;
-            if (!can_confine()) before = look_at({folder});
+            if (!can_confine()) before = look_at(folder, {}, 0);
             const auto refused = why_no_own_memory(copy.root().string());
             if (!refused.empty() && round == 0)
                 print(fmt::format("a rehearsed command gets no /dev/shm of its own here ({}){}",
@@ -449,8 +454,10 @@ private:
             }
             if (interrupted_) co_return interrupted();
             if (!can_confine()) {
-                auto files = changed(before, look_at({folder}), own_files());
-                if (files.empty()) files = find_traces(); // elsewhere
+                auto own = own_files();
+                own.push_back(copy.root().string());
+                auto files = changed(before, look_at(folder, {}, 0), own);
+                if (files.empty()) files = find_traces(own); // elsewhere
                 if (!files.empty()) {
                     say(fmt::format("the command cannot be rehearsed: although it ran in a copy of "
                                     "its folder, {} has changed. Restore it, and leave --rehearse "
@@ -601,10 +608,7 @@ private:
             say(fmt::format("the run summary cannot be written to {}", common_.json));
     }
 
-    // A look around takes a tenth of a second where there are so many, and a second to read so
-    // much.
-    static constexpr std::size_t most_elsewhere = 10'000; // files
-    static constexpr std::uintmax_t most_searched = 1'000'000'000;
+    static constexpr std::uintmax_t most_searched = 1'000'000'000; // takes a second
 
     const GatewayCommand& command_;
     const Common& common_;

@@ -9,11 +9,14 @@
 #include <cctype>
 #include <charconv>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <random>
+#include <set>
 #include <system_error>
 
 #include <stdlib.h>
+#include <sys/stat.h>
 
 namespace evalrt::program {
 namespace {
@@ -427,23 +430,48 @@ std::string ThrowAway::moved(std::string text) const {
     return text;
 }
 
-Snapshot look_at(const std::vector<fs::path>& places, std::size_t most) {
+Snapshot look_at(const fs::path& folder, const std::vector<fs::path>& elsewhere, std::size_t most) {
     Snapshot all;
-    const auto add = [&](const fs::path& path) {
-        std::error_code gone;
-        if (fs::is_regular_file(fs::symlink_status(path, gone)))
-            all[path.string()] = {fs::file_size(path, gone), fs::last_write_time(path, gone)};
+    std::set<std::pair<dev_t, ino_t>> seen; // by whatever name
+    std::set<dev_t> made_up;                // by the system
+    const auto new_there = [&](const fs::path& path, struct stat& what) {
+        return ::stat(path.c_str(), &what) == 0 && !made_up.contains(what.st_dev) &&
+               seen.emplace(what.st_dev, what.st_ino).second;
     };
-    for (const auto& place : places) {
-        add(place);
-        std::error_code ec;
-        auto it = fs::recursive_directory_iterator(
-            place, fs::directory_options::skip_permission_denied, ec);
-        for (; !ec && it != fs::recursive_directory_iterator(); it.increment(ec)) {
-            if (all.size() >= most) return all;
-            add(it->path());
+    // Folders from the outside in.
+    std::deque<fs::path> places{folder}, links;
+    const auto walk = [&](std::size_t left) {
+        for (; !places.empty() && left > 0; places.pop_front()) {
+            const auto& path = places.front();
+            std::error_code gone;
+            struct stat what {};
+            if (!new_there(path, what)) continue;
+            if (S_ISREG(what.st_mode)) {
+                all[path.string()] = {std::uintmax_t(what.st_size),
+                                      fs::last_write_time(path, gone)};
+                --left;
+            }
+            if (!S_ISDIR(what.st_mode)) continue;
+            for (auto it = fs::directory_iterator(path, gone);
+                 !gone && it != fs::directory_iterator(); it.increment(gone)) {
+                std::error_code ignored;
+                (it->is_symlink(ignored) ? links : places).push_back(it->path());
+            }
         }
-    }
+    };
+    walk(ThrowAway::most_files);
+    struct stat root {
+    }, what{};
+    new_there("/", root);
+    for (const auto name : {"/dev", "/proc", "/sys"})
+        if (::stat(name, &what) == 0 && what.st_dev != root.st_dev) made_up.insert(what.st_dev);
+    places.assign(elsewhere.begin(), elsewhere.end());
+    const auto before = all.size();
+    do { // what has a name without a link is known by that
+        places.insert(places.end(), links.begin(), links.end());
+        links.clear();
+        walk(before + most - all.size());
+    } while (!links.empty() && all.size() < before + most);
     return all;
 }
 

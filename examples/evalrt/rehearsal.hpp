@@ -150,9 +150,12 @@ private:
 
 /// What folders have in them: enough to see that it has changed.
 using Snapshot = std::map<std::string, std::pair<std::uintmax_t, std::filesystem::file_time_type>>;
-/// Of files, themselves. Not more than `most` files.
-Snapshot look_at(const std::vector<std::filesystem::path>& places,
-                 std::size_t most = ThrowAway::most_files);
+/// Of the folder and of other places: folders or files, and what links in any of them lead to, each
+/// folder once. Elsewhere, what is behind links out of the folder included, not more than `most`
+/// files, those near to where it begins first; none of the system's own.
+Snapshot look_at(const std::filesystem::path& folder,
+                 const std::vector<std::filesystem::path>& elsewhere = {},
+                 std::size_t most = 10'000);
 /// The files that are not as they were, or are gone; none of which is in `own`.
 std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
                                  const std::vector<std::string>& own);

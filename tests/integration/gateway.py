@@ -654,7 +654,7 @@ rehearsed = "EVALRT_REHEARSAL" in os.environ
         self.addCleanup(server.shutdown)
         return server.server_address[1]
 
-    def rehearse(self, script, *arguments, option="--rehearse", code=0, clean=True, under=(), **more):
+    def rehearse(self, script, *arguments, option="--rehearse", code=0, clean=True, under=(), variables=None, **more):
         """What the command and evalrt have written: if `clean`, nothing of it, and no file, has a placeholder."""
         temporary = self.dir / "temporary"
         temporary.mkdir(exist_ok=True)
@@ -664,7 +664,7 @@ rehearsed = "EVALRT_REHEARSAL" in os.environ
         process = self.popen([*self.openai, option, "--max-in-flight", 8, "--json",
                               self.dir / "summary.json", "--", sys.executable,
                               self.dir / "script.py", *arguments],
-                             env={"TMPDIR": str(temporary), "PWD": str(work)}, cwd=work, under=under,
+                             env={"TMPDIR": str(temporary), "PWD": str(work), **(variables or {})}, cwd=work, under=under,
                              **more)
         out, err = process.communicate(timeout=LONG)
         self.assertEqual(process.returncode, code, err)
@@ -951,12 +951,20 @@ if not rehearsed:
         elsewhere = self.dir / "elsewhere"
         elsewhere.mkdir()
         (elsewhere / "old").write_text("evalrt-placeholder-0")
+        for link, target in (("link", self.dir / "linked"), ("file", self.dir / "new-file")):
+            (self.dir / "work").mkdir(exist_ok=True)
+            (self.dir / "work" / link).symlink_to(target)
+        (self.dir / "linked").mkdir()
         for script, argument, found in (
                 ("os.mkdir('a'); open('a/b.bin', 'wb').write(b'x' * 100000 + kept.encode() + b'y')", "", "work/a/b.bin"),
                 ("open(sys.argv[2][6:] + '/new', 'w').write(kept[:30])", f"--out={elsewhere}", "elsewhere/new"),
+                ("open('link/sub', 'w').write(kept)", "", "work/link/sub"),
+                ("open('file', 'w').write(kept)", "", "work/file"),
+                ("open(os.environ['OUT'] + '/by-variable', 'w').write(kept)", "", "elsewhere/by-variable"),
                 ("print(kept)", "", "stdout")):
             with self.subTest(found), (self.dir / "stdout").open("w") as stdout:
-                _, err = self.rehearse(leak % script, self.daemon(), argument, code=1, clean=False, stdout=stdout)
+                _, err = self.rehearse(leak % script, self.daemon(), argument, code=1, clean=False, stdout=stdout,
+                                       variables={"OUT": str(elsewhere)})
                 self.assertRegex(err, f"placeholders of the rehearsal stand in [^ ]*{found}: these are no results")
 
     def test_a_command_that_waits_for_an_answer_it_likes_is_not_rehearsed_for_ever(self):

@@ -327,17 +327,54 @@ TEST_CASE("a folder that has changed is seen to, but for our own files") {
     Folder folder;
     const auto file = folder.write("a", "1").string();
     folder.write("journal", "1");
-    const auto before = look_at({folder.path});
-    CHECK(changed(before, look_at({folder.path}), {}).empty());
+    const auto before = look_at(folder.path);
+    CHECK(changed(before, look_at(folder.path), {}).empty());
     folder.write("journal-wal", "1");
-    CHECK(changed(before, look_at({folder.path}), {folder.path / "journal"}).empty());
-    CHECK(changed(before, look_at({folder.path}), {}) == Files{folder.path / "journal-wal"});
+    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}).empty());
+    CHECK(changed(before, look_at(folder.path), {}) == Files{folder.path / "journal-wal"});
     folder.write("a", "22");
-    CHECK(changed(before, look_at({folder.path}), {folder.path / "journal"}) == Files{file});
+    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == Files{file});
     fs::remove(file);
-    CHECK(changed(before, look_at({folder.path}), {folder.path / "journal"}) == Files{file});
-    CHECK(look_at({folder.path}, 1).size() == 1);
-    CHECK(look_at({folder.path / "journal", folder.path / "none"}).size() == 1);
+    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == Files{file});
+    CHECK(look_at(folder.path / "none", {folder.path}, 1).size() == 1);
+    CHECK(look_at(folder.path / "journal", {folder.path / "none"}).size() == 1);
+}
+
+TEST_CASE("a look around follows links, and goes to each place once") {
+    Folder folder, outside;
+    const auto here = folder.path.string(), there = outside.path.string();
+    const auto names = [](const Snapshot& all) {
+        std::vector<std::string> list;
+        for (const auto& [file, state] : all) list.push_back(file);
+        return list;
+    };
+    using Files = std::vector<std::string>;
+    folder.write("sub/a", "1");
+    outside.write("deep/b", "1");
+    outside.write("f", "1");
+    fs::create_symlink(folder.path, outside.path / "back");
+    fs::create_symlink(".", folder.path / "loop");
+    fs::create_symlink("sub", folder.path / "latest");
+    fs::create_symlink("/", folder.path / "all");
+    fs::create_symlink("/proc/self", folder.path / "self");
+    fs::create_symlink("none", folder.path / "dangling");
+    CHECK(look_at(folder.path, {}, 0).size() == 1);
+    CHECK(names(look_at(folder.path)) == Files{here + "/sub/a"});
+    fs::create_symlink(outside.path / "f", folder.path / "one");
+    CHECK(names(look_at(folder.path)) == Files{here + "/one", here + "/sub/a"});
+    fs::create_symlink(outside.path, folder.path / "out");
+    CHECK(look_at(folder.path).size() == 3);
+    CHECK(look_at(folder.path, {}, 1).size() == 2);
+    fs::remove(folder.path / "one");
+    const auto before = look_at(folder.path);
+    outside.write("deep/b", "22");
+    CHECK(changed(before, look_at(folder.path), {}) == Files{here + "/out/deep/b"});
+    // Behind a link that another place has in it, and by the name without a link.
+    Folder third;
+    third.write("c", "1");
+    fs::create_symlink(third.path, outside.path / "far");
+    CHECK(look_at(folder.path, {there}).contains(there + "/far/c"));
+    CHECK(!look_at(folder.path, {there}).contains(here + "/out/f"));
 }
 
 TEST_CASE("files with something of a placeholder in them are found") {

@@ -60,6 +60,14 @@ std::string word(int error) { return std::strerror(error); }
 
 } // namespace
 
+std::vector<int> stop_signals() {
+    std::vector<int> all{SIGINT, SIGTERM};
+    struct sigaction hangup {};
+    ::sigaction(SIGHUP, nullptr, &hangup);
+    if (hangup.sa_handler != SIG_IGN) all.push_back(SIGHUP);
+    return all;
+}
+
 std::vector<std::string> own_environment() {
 #ifdef __APPLE__
     char** entry = *::_NSGetEnviron();
@@ -135,11 +143,9 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
                          const std::vector<std::string>& environment, const Confinement* place) {
     confined_ = place != nullptr;
     leads_ = confined_ || !(in_foreground() || ::isatty(0));
-    for (const int number : {SIGINT, SIGTERM, SIGCHLD}) signals_.add(number);
-    // A shell that ends tells our group, no longer the child's; nohup does not want it told.
-    struct sigaction hangup {};
-    ::sigaction(SIGHUP, nullptr, &hangup);
-    if (leads_ && hangup.sa_handler != SIG_IGN) signals_.add(SIGHUP);
+    signals_.add(SIGCHLD);
+    if (!confined_)
+        for (const int number : stop_signals()) signals_.add(number);
     const auto argv = pointers(arguments), envp = pointers(environment);
     const int end = most_descriptors();
     std::optional<Walls> walls;
@@ -199,10 +205,7 @@ boost::asio::awaitable<int> Child::wait() {
     while (::waitpid(pid_, &status, WNOHANG) != pid_) {
         auto [ec, number] = co_await signals_.async_wait(token);
         if (ec || number == SIGCHLD) continue;
-        if (confined_)
-            stop();
-        else
-            pass_on(number);
+        pass_on(number);
     }
     const pid_t group = -std::exchange(pid_, -1);
     if (leads_ && !confined_ && ::kill(group, SIGTERM) == 0) {

@@ -32,6 +32,9 @@ std::vector<std::string> harness_environment(std::vector<std::string> environmen
 
 std::vector<std::string> own_environment();
 
+/// The signals by which we are told to stop, but for a SIGHUP that is ignored, as under nohup.
+std::vector<int> stop_signals();
+
 struct Confinement;
 
 class Child {
@@ -44,8 +47,8 @@ public:
 
     /// Empty: it runs. Else what is wrong. In a terminal it is in our process group, so that it can
     /// read there and Ctrl-C, Ctrl-Z and fg reach it; elsewhere it leads one of its own.
-    /// With a `place` it has no terminal and no open file of ours; a signal to us, or its own end,
-    /// kills all that it has started (but on Linux only its process group).
+    /// With a `place` it has no terminal, no open file and no signal of ours; stop(), or its own
+    /// end, kills all that it has started (but on Linux only its process group).
     std::string start(const std::string& program, const std::vector<std::string>& arguments,
                       const std::vector<std::string>& environment,
                       const Confinement* place = nullptr);

@@ -193,8 +193,10 @@ public:
           common_(common),
           io_(io),
           child_(io.get_executor()),
-          signals_(io, SIGINT, SIGTERM),
-          changed_(io) {}
+          signals_(io),
+          changed_(io) {
+        for (const int number : stop_signals()) signals_.add(number);
+    }
 
     asio::awaitable<int> main() {
         GatewayOptions front;
@@ -220,10 +222,12 @@ public:
             say(error.what());
             co_return exit_usage;
         }
-        signals_.async_wait([this](error_code ec, int) {
+        if (command_.rehearsals > 0) signals_.add(SIGQUIT); // or the copy would stay
+        signals_.async_wait([this](error_code ec, int number) {
             if (ec) return;
-            interrupted_ = true;
+            interrupted_ = 128 + number;
             opening_.emit(asio::cancellation_type::terminal);
+            if (rehearsing_) child_.stop();
             if (learning_) runtime_->backend().cancel();
         });
         if (options.url.empty())
@@ -232,7 +236,7 @@ public:
             co_await runtime_->async_open(asio::bind_cancellation_slot(opening_.slot(), token));
         if (interrupted_) {
             say("interrupted before the server was there");
-            co_return exit_interrupted;
+            co_return interrupted_;
         }
         if (ec) {
             const bool journal = ec.category() == journal_category();
@@ -447,7 +451,9 @@ private:
                     say(fmt::format("cannot start '{}': {}", program_, error));
                     co_return exit_usage;
                 }
+                rehearsing_ = true;
                 code = co_await child_.wait();
+                rehearsing_ = false;
                 co_await gateway.async_close(token);
                 asked = stage.asked;
                 if (asked == 0 && !interrupted_) tell_why(code, errors);
@@ -510,7 +516,7 @@ private:
 
     int interrupted() const {
         say("interrupted in the rehearsal: the command has not run");
-        return exit_interrupted;
+        return interrupted_;
     }
 
     std::vector<std::string> own_files() const {
@@ -572,7 +578,7 @@ private:
         const auto address = address_of(gateway, front);
         print(fmt::format("{}/v1 for {}", address.url, command_.child.front()));
         const auto environment = harness_environment(own_environment(), address);
-        if (interrupted_) co_return exit_interrupted;
+        if (interrupted_) co_return interrupted_;
         if (const auto error = child_.start(program_, command_.child, environment);
             !error.empty()) {
             say(fmt::format("cannot start '{}': {}", program_, error));
@@ -624,7 +630,8 @@ private:
     std::unique_ptr<Rehearsed> rehearsed_; // null: nothing was
     Report report_;
     Clock::time_point started_;
-    bool interrupted_ = false, unwritable_ = false, learning_ = false, leaked_ = false;
+    int interrupted_ = 0; // then the exit code
+    bool unwritable_ = false, rehearsing_ = false, learning_ = false, leaked_ = false;
 };
 
 } // namespace

@@ -392,7 +392,11 @@ private:
 
 } // namespace
 
-void say(std::string_view line) { fmt::print(stderr, "evalrt: {}\n", line); }
+void say(std::string_view line) {
+    // A terminal that is gone does not end us.
+    const auto text = fmt::format("evalrt: {}\n", line);
+    std::fwrite(text.data(), 1, text.size(), stderr);
+}
 
 std::vector<std::string> complete_report(Report& report, Runtime& runtime) {
     report.max_in_flight = std::max(report.max_in_flight, runtime.backend().stats().most_limit);

@@ -571,7 +571,7 @@ class Gateway(unittest.TestCase):
     # Its own affairs
 
     def test_it_runs_until_it_is_told_to_stop(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             with self.subTest(signal=number):
                 process = self.start(*self.openai, "--json", "summary.json")
                 self.assertEqual(self.address["anthropic_url"] + "/v1", self.address["url"])
@@ -977,9 +977,12 @@ keep(text)
         self.assertEqual(self.questions(), ["slow"])
 
     def test_an_interrupted_rehearsal_runs_nothing_and_leaves_nothing(self):
-        for script in (f"ask('slow'); print('there', file=sys.stderr); time.sleep({LONG})",
-                       "ask('hold')"):  # in the rehearsal, and while its questions are asked
-            with self.subTest(script):
+        waits = f"ask('slow'); print('there', file=sys.stderr); time.sleep({LONG})"
+        for script, number in ((waits, signal.SIGINT), (waits, signal.SIGHUP), (waits, signal.SIGQUIT),
+                               ("ask('hold')", signal.SIGTERM), ("ask('hold')", signal.SIGHUP)):
+            # In the rehearsal, and while its questions are asked.
+            with self.subTest(script, signal=number):
+                Upstream.asked.clear()
                 (self.dir / "script.py").write_text(self.SCRIPT + "import time\n" + script)
                 temporary = self.dir / "temporary"
                 temporary.mkdir(exist_ok=True)
@@ -994,9 +997,9 @@ keep(text)
                         pass  # a rehearsal has just ended
                     return any(it["body"]["messages"][-1]["content"] == "hold" for it in Upstream.asked)
                 until(there)
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 out, err = process.communicate(timeout=LONG)
-                self.assertEqual((process.returncode, out), (130, ""), err)
+                self.assertEqual((process.returncode, out), (128 + number, ""), err)
                 self.assertIn("interrupted in the rehearsal", err)
                 self.assertEqual(list(temporary.iterdir()), [])
         rows = subprocess.run(["ps", "-axo", "command="], capture_output=True, text=True).stdout
@@ -1101,10 +1104,11 @@ def stop(number, _):
     sys.exit(5)
 signal.signal(signal.SIGINT, stop)
 signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGHUP, stop)
 print("ready", flush=True)
 time.sleep(600)
 """
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             with self.subTest(signal=number):
                 # In a session of its own: no terminal would pass the signal on.
                 process = self.popen([*self.openai, "--", sys.executable, "-c", script],

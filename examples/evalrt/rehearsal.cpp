@@ -8,6 +8,8 @@
 #include <array>
 #include <cctype>
 #include <charconv>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <fstream>
@@ -34,35 +36,145 @@ std::string_view member_of(std::string_view object, std::string_view key) {
     return member(members(object), key).value_or("");
 }
 
-// JSON that a schema asks for. Not what no model can be held to: references, patterns.
-std::string sample(std::string_view schema, std::string_view marker, int depth = 0) {
-    if (!schema.starts_with('{') || depth > 16) return json_string(marker);
-    const auto list = members(schema);
-    if (const auto options = member(list, "enum"); options && options->starts_with('['))
-        if (const auto values = elements(*options); !values.empty()) return std::string(values[0]);
-    if (const auto only = member(list, "const")) return std::string(*only);
-    for (const auto key : {"anyOf", "oneOf", "allOf"})
-        if (const auto options = member(list, key); options && options->starts_with('['))
+std::optional<double> number_in(const std::vector<Member>& schema, std::string_view key) {
+    const auto text = std::string(member(schema, key).value_or(""));
+    char* end = nullptr;
+    const double value = std::strtod(text.c_str(), &end);
+    if (text.empty() || *end || !std::isfinite(value)) return {};
+    return value;
+}
+
+// The smallest that the schema permits, or nearly; 0 if it may be.
+std::string sample_number(const std::vector<Member>& schema, bool whole) {
+    const auto least = number_in(schema, "minimum"), most = number_in(schema, "maximum"),
+               above = number_in(schema, "exclusiveMinimum"),
+               below = number_in(schema, "exclusiveMaximum");
+    const bool fits_none_else = member(schema, "exclusiveMinimum") == "true";
+    const auto fits = [&](double it) {
+        return !(least && (it < *least || (fits_none_else && it <= *least))) &&
+               !(most && it > *most) && !(above && it <= *above) && !(below && it >= *below);
+    };
+    std::vector<double> candidates{0};
+    for (const auto& it : {least, above})
+        if (it) candidates.insert(candidates.end(), {std::ceil(*it), std::floor(*it) + 1});
+    for (const auto& it : {most, below})
+        if (it) candidates.insert(candidates.end(), {std::floor(*it), std::ceil(*it) - 1});
+    if (!whole)
+        for (const auto& low : {least, above})
+            for (const auto& high : {most, below})
+                if (low && high) candidates.insert(candidates.end(), {*low / 2 + *high / 2, *low});
+    for (const double it : candidates)
+        if (fits(it)) return whole ? fmt::format("{:.0f}", it) : fmt::format("{}", it);
+    return "0";
+}
+
+// JSON that a schema asks for. Not what no model can be held to: patterns, formats, lengths.
+class Sampler {
+public:
+    Sampler(std::string_view root, std::string_view marker) : root_(root), marker_(marker) {}
+
+    std::string sample() { return of(root_).value_or(json_string(marker_)); }
+
+private:
+    // Nothing: it has itself in it, or is too large.
+    std::optional<std::string> of(std::string_view schema) {
+        if (left_ == 0) return {};
+        --left_;
+        if (!schema.starts_with('{')) return json_string(marker_);
+        const auto list = members(schema);
+        if (const auto name = member(list, "$ref")) return referred(*name);
+        if (const auto options = member(list, "enum"); options && options->starts_with('['))
             if (const auto values = elements(*options); !values.empty())
-                return sample(values[0], marker, depth + 1);
-    auto type = member(list, "type").value_or("");
-    if (type.starts_with('['))
-        if (const auto types = elements(type); !types.empty()) type = types[0];
-    if (type == "\"integer\"" || type == "\"number\"") return "0";
-    if (type == "\"boolean\"") return "false";
-    if (type == "\"null\"") return "null";
-    const auto properties = member(list, "properties");
-    if (type == "\"array\"") {
-        const auto items = member(list, "items");
-        return items ? "[" + sample(*items, marker, depth + 1) + "]" : "[]";
+                return std::string(values[0]);
+        if (const auto only = member(list, "const")) return std::string(*only);
+        const auto properties = member(list, "properties");
+        if (!properties)
+            for (const auto key : {"anyOf", "oneOf", "allOf"})
+                if (const auto options = member(list, key); options && options->starts_with('['))
+                    if (const auto all = elements(*options); !all.empty()) return first_of(all);
+        auto type = member(list, "type").value_or("");
+        if (type.starts_with('['))
+            if (const auto types = elements(type); !types.empty()) type = types[0];
+        if (type == "\"integer\"" || type == "\"number\"")
+            return sample_number(list, type == "\"integer\"");
+        if (type == "\"boolean\"") return "false";
+        if (type == "\"null\"") return "null";
+        if (type == "\"array\"") return array(list);
+        if (type == "\"object\"" || properties) return object(list, properties.value_or("{}"));
+        return json_string(marker_);
     }
-    if (type != "\"object\"" && !properties) return json_string(marker);
-    std::string out;
-    for (const auto& it : members(properties.value_or("{}")))
-        out += fmt::format("{}\"{}\": {}", out.empty() ? "" : ", ", it.key,
-                           sample(it.value, marker, depth + 1));
-    if (out.empty()) out = "\"placeholder\": " + json_string(marker);
-    return "{" + out + "}";
+
+    std::optional<std::string> referred(std::string_view name) {
+        if (std::find(open_.begin(), open_.end(), name) != open_.end()) return {};
+        std::string_view place = root_;
+        auto path = name.substr(0, name.size() - 1); // without the quote
+        if (!path.starts_with("\"#")) return json_string(marker_);
+        for (path.remove_prefix(2); path.starts_with('/');) {
+            path.remove_prefix(1);
+            const auto step = path.substr(0, path.find('/'));
+            place = member_of(place, step);
+            path.remove_prefix(step.size());
+        }
+        open_.push_back(name);
+        auto found = of(place);
+        open_.pop_back();
+        return found;
+    }
+
+    std::optional<std::string> first_of(const std::vector<std::string_view>& options) {
+        for (const auto it : options)
+            if (auto found = of(it)) return found;
+        return {};
+    }
+
+    std::optional<std::string> array(const std::vector<Member>& list) {
+        constexpr std::size_t most_text = 1 << 16;
+        const auto items = member(list, "items"), first = member(list, "prefixItems");
+        const auto firsts =
+            first && first->starts_with('[') ? elements(*first) : std::vector<std::string_view>();
+        const auto least = number_in(list, "minItems").value_or(0);
+        const auto most = number_in(list, "maxItems").value_or(1e9);
+        std::string out;
+        std::optional<std::string> other;
+        for (std::size_t i = 0; double(i) < most && out.size() < most_text; ++i) {
+            const bool needed = double(i) < least;
+            if (!needed && i >= std::max<std::size_t>(firsts.size(), items ? 1 : 0)) break;
+            if (i >= firsts.size() && !other) other = of(items.value_or(""));
+            const auto item = i < firsts.size() ? of(firsts[i]) : other;
+            if (!item && needed) return {};
+            if (!item) break;
+            out += (i ? ", " : "") + *item;
+        }
+        return "[" + out + "]";
+    }
+
+    std::optional<std::string> object(const std::vector<Member>& list,
+                                      std::string_view properties) {
+        const auto names = member(list, "required").value_or("");
+        const auto required =
+            names.starts_with('[') ? elements(names) : std::vector<std::string_view>();
+        std::string out;
+        for (const auto& it : members(properties)) {
+            const auto name = fmt::format("\"{}\"", it.key);
+            const auto value = of(it.value);
+            if (value)
+                out += fmt::format("{}{}: {}", out.empty() ? "" : ", ", name, *value);
+            else if (std::find(required.begin(), required.end(), name) != required.end())
+                return {};
+        }
+        const auto others = member(list, "additionalProperties").value_or("");
+        if (properties == "{}" && others != "false")
+            if (const auto value = of(others)) out = "\"placeholder\": " + *value;
+        return "{" + out + "}";
+    }
+
+    const std::string_view root_, marker_;
+    std::vector<std::string_view> open_; // the references that lead to where we are
+    unsigned left_ = 10'000;
+};
+
+std::string sample(std::string_view schema, std::string_view marker) {
+    return Sampler(schema, marker).sample();
 }
 
 std::size_t count_of(std::string_view number) {

@@ -262,6 +262,55 @@ TEST_CASE("a placeholder has the shape that is asked for, and the marker in ever
     CHECK(use.at("stop_reason").as_string() == "tool_use");
 }
 
+TEST_CASE("a placeholder keeps to a schema's numbers, counts and references") {
+    const auto sample = [](const std::string& schema) {
+        const auto body =
+            R"({"response_format": {"type": "json_schema", "json_schema": {"schema": )";
+        const auto answer = placeholder(request(body + schema + "}}}"), "M");
+        INFO(schema << ' ' << answer.text);
+        return json::serialize(json::parse(answer.text));
+    };
+    for (
+        const auto& [schema, wanted] : std::vector<std::pair<std::string, std::string>>{
+            {R"({"type": "integer"})", "0"},
+            {R"({"type": "integer", "minimum": 1, "maximum": 10})", "1"},
+            {R"({"type": "integer", "minimum": 1.5})", "2"},
+            {R"({"type": "integer", "exclusiveMinimum": 5})", "6"},
+            {R"({"type": "integer", "minimum": 5, "exclusiveMinimum": true})", "6"},
+            {R"({"type": "integer", "maximum": -2.5})", "-3"},
+            {R"({"type": "integer", "exclusiveMaximum": 0})", "-1"},
+            {R"({"type": "integer", "minimum": -5, "maximum": 5})", "0"},
+            {R"({"type": "array", "items": {"type": "integer"}})", "[0]"},
+            {R"({"type": "array", "items": {"type": "string"}, "minItems": 3})",
+             R"(["M","M","M"])"},
+            {R"({"type": "array", "minItems": 2})", R"(["M","M"])"},
+            {R"({"type": "array", "items": {"type": "integer"}, "maxItems": 0})", "[]"},
+            {R"({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]})",
+             R"([0,"M"])"},
+            {R"({"type": "object", "additionalProperties": {"type": "integer"}})",
+             R"({"placeholder":0})"},
+            {R"({"type": "object", "additionalProperties": false})", "{}"},
+            {R"({"type": "object"})", R"({"placeholder":"M"})"},
+            {R"({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {
+                 "next": {"$ref": "#/$defs/a"}, "v": {"type": "number"}}, "required": ["v"]}}})",
+             R"({"v":0})"},
+            {R"({"properties": {"v": {"type": "null"}, "more": {"type": "array", "items":
+                 {"$ref": "#"}}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}})",
+             R"({"v":null,"more":[{"v":null,"more":[],"next":null}],"next":{"v":null,"more":[],"next":null}})"},
+            {R"({"$ref": "#"})", R"("M")"},
+            {R"({"$ref": "elsewhere.json"})", R"("M")"},
+            {R"({"properties": {"a": {"type": "boolean"}}, "anyOf": [{"required": ["a"]}]})",
+             R"({"a":false})"}})
+        CHECK(sample(schema) == wanted);
+    const auto between =
+        json::parse(sample(R"({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})"));
+    CHECK((between.to_number<double>() > 0 && between.to_number<double>() < 1));
+    std::string twice = R"({"type": "null"})"; // too large to be written out
+    for (int i = 0; i < 12; ++i)
+        twice = R"({"type": "array", "minItems": 1000, "items": )" + twice + "}";
+    CHECK(sample(twice).size() < (1 << 20));
+}
+
 TEST_CASE("placeholders of completions: one for each prompt, one score for each token") {
     const auto texts = parsed(
         placeholder(request(R"({"prompt": ["a", "b"], "n": 2})", "/v1/completions"), "MARK"));

@@ -425,7 +425,8 @@ private:
             ThrowAway copy;
             std::error_code ec;
             const auto folder = std::filesystem::current_path(ec);
-            if (const auto error = copy.make(folder); !error.empty()) {
+            const char* spelled = std::getenv("PWD");
+            if (const auto error = copy.make(folder, spelled ? spelled : ""); !error.empty()) {
                 say(error);
                 co_return exit_usage;
             }

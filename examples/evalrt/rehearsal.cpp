@@ -466,12 +466,18 @@ ThrowAway::~ThrowAway() {
     fs::remove_all(root_, ignored);
 }
 
-std::string ThrowAway::make(const fs::path& folder) {
+std::string ThrowAway::make(const fs::path& folder, const std::string& spelled) {
     std::error_code ec;
     from_ = fs::canonical(folder, ec);
+    if (std::error_code none; spelled.starts_with('/') && fs::equivalent(spelled, folder, none))
+        spelled_ = spelled;
     if (ec) return fmt::format("cannot read {}: {}", folder.string(), ec.message());
-    auto name = (fs::temp_directory_path(ec) / "evalrt-rehearsal-XXXXXX").string();
-    if (ec || !::mkdtemp(name.data())) return "cannot make a folder for the rehearsal";
+    const char* set = std::getenv("TMPDIR");
+    const fs::path temporary_folder = set && *set ? set : "/tmp";
+    auto name = (temporary_folder / "evalrt-rehearsal-XXXXXX").string();
+    if (!::mkdtemp(name.data()))
+        return fmt::format("cannot make a folder for the rehearsal in {}",
+                           temporary_folder.string());
     root_ = fs::canonical(name);
     folder_ = root_ / (from_.has_filename() ? from_.filename() : "folder");
     fs::create_directory(temporary(), ec);
@@ -525,20 +531,21 @@ std::string ThrowAway::moved(std::string text) const {
     const auto word = [](char c) {
         return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-' || c == '.';
     };
-    const auto from = from_.string(), to = folder_.string();
+    const auto to = folder_.string();
     const auto value = text.find('=') + 1; // 0: there is none
     for (const auto at : {std::size_t(0), value})
         if (const auto name = text.substr(at); name == ".." || name.starts_with("../")) {
             text.replace(at, name.size(), (from_ / name).lexically_normal().string());
             break;
         }
-    for (std::size_t at = 0; (at = text.find(from, at)) != text.npos;) {
-        const auto end = at + from.size();
-        const bool whole = (at == 0 || (!word(text[at - 1]) && text[at - 1] != '/')) &&
-                           (end == text.size() || !word(text[end]));
-        if (whole) text.replace(at, from.size(), to);
-        at += whole ? to.size() : 1;
-    }
+    for (const auto& from : {from_.string(), spelled_})
+        for (std::size_t at = 0; !from.empty() && (at = text.find(from, at)) != text.npos;) {
+            const auto end = at + from.size();
+            const bool whole = (at == 0 || (!word(text[at - 1]) && text[at - 1] != '/')) &&
+                               (end == text.size() || !word(text[end]));
+            if (whole) text.replace(at, from.size(), to);
+            at += whole ? to.size() : 1;
+        }
     return text;
 }
 

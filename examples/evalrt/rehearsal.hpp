@@ -130,8 +130,9 @@ public:
     ThrowAway(const ThrowAway&) = delete;
     ~ThrowAway();
 
-    /// Empty: it is there. Else what is wrong.
-    std::string make(const std::filesystem::path& folder);
+    /// `spelled`: another name for the folder, if it is one. Empty: it is there. Else what is
+    /// wrong.
+    std::string make(const std::filesystem::path& folder, const std::string& spelled = {});
 
     const std::filesystem::path& root() const { return root_; }     ///< of both
     const std::filesystem::path& folder() const { return folder_; } ///< the copy
@@ -146,6 +147,7 @@ public:
 
 private:
     std::filesystem::path root_, folder_, from_;
+    std::string spelled_;
 };
 
 /// What folders have in them: enough to see that it has changed.

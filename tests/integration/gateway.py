@@ -727,6 +727,12 @@ keep(ask("slow"), sys.argv[1])
 keep(ask("slow"), os.path.join(os.environ["PWD"], "by-pwd"))
 open(os.path.join(os.environ.get("TMPDIR"), "left"), "w") if rehearsed else None
 """, self.dir / "work" / "by-name")
+        (self.dir / "link").symlink_to("work")
+        _, err = self.rehearse("""
+keep(ask("slow"), sys.argv[1])
+keep(ask("slow, when that is written"))
+""", self.dir / "link" / "by-link", variables={"PWD": str(self.dir / "link"), "TMPDIR": ""})
+        self.assertIn("2 of its 2 requests were answered from the rehearsal", err)
         work = self.dir / "work"
         self.assertEqual((work / "by-name").read_text() + (work / "by-pwd").read_text(), out)
 

@@ -369,6 +369,17 @@ TEST_CASE("what names the folder names the copy, and nothing else does") {
     CHECK(copy.moved("--in=../x") == "--in=" + parent + "/x");
     CHECK(copy.moved("../" + folder.path.filename().string() + "/a") == to + "/a");
     CHECK(copy.moved("..x=a/../b") == "..x=a/../b");
+    // A link to the folder is a name of it, if it is given as one.
+    Folder other;
+    const auto link = (other.path / "link").string();
+    fs::create_symlink(folder.path, link);
+    ThrowAway by_link, by_none;
+    REQUIRE(by_link.make(folder.path, link) == "");
+    CHECK(by_link.moved("--out=" + link + "/x") == "--out=" + by_link.folder().string() + "/x");
+    CHECK(by_link.moved(from) == by_link.folder().string());
+    CHECK(by_link.moved(link + "2") == link + "2");
+    REQUIRE(by_none.make(folder.path, other.path) == "");
+    CHECK(by_none.moved(other.path) == other.path);
 }
 
 TEST_CASE("a folder that has changed is seen to, but for our own files") {

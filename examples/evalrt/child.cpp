@@ -56,6 +56,11 @@ bool in_foreground() {
     return ours;
 }
 
+std::string with_exception(const std::string& list, const std::string& host) {
+    if (list == "*" || list.find(host) != list.npos) return list;
+    return (list.empty() ? "" : list + ",") + host + ",localhost";
+}
+
 std::string word(int error) { return std::strerror(error); }
 
 } // namespace
@@ -108,11 +113,11 @@ std::vector<std::string> harness_environment(std::vector<std::string> environmen
         if (!address.token.empty() || given(key).empty())
             set(key, address.token.empty() ? "evalrt" : address.token);
     // A proxy for the world outside must not get what is for this machine.
+    const std::string lower = given("no_proxy"), upper = given("NO_PROXY");
     for (const auto key : {"http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"}) {
         if (given(key).empty()) continue;
-        for (const auto none : {"no_proxy", "NO_PROXY"})
-            if (const auto before = given(none); before.find(address.host) == before.npos)
-                set(none, (before.empty() ? "" : before + ",") + address.host + ",localhost");
+        set("no_proxy", with_exception(lower.empty() ? upper : lower, address.host));
+        set("NO_PROXY", with_exception(upper.empty() ? lower : upper, address.host));
     }
     return environment;
 }

@@ -1043,9 +1043,17 @@ except urllib.error.HTTPError as error:
             self.assertEqual(env[name], "evalrt")
         self.assertEqual(env["REMOTE_OPENAI_TOKENIZER_PATH"], "model")
         self.assertEqual(env["NO_PROXY"], "a,127.0.0.1,localhost")
-        self.assertEqual(env["no_proxy"], "127.0.0.1,localhost")
+        self.assertEqual(env["no_proxy"], "a,127.0.0.1,localhost")
         self.assertLessEqual(set(descriptors), {0, 1, 2, 3})  # 3: the listing itself
         self.assertIn("0 answered, 0 failed", err)
+
+    def test_what_no_proxy_is_for_stays(self):
+        for given, wanted in (({"no_proxy": "a"}, ["a,127.0.0.1,localhost"] * 2),
+                              ({"no_proxy": "a", "NO_PROXY": "b"}, ["a,127.0.0.1,localhost", "b,127.0.0.1,localhost"]),
+                              ({"NO_PROXY": "127.0.0.1"}, ["127.0.0.1"] * 2), ({"no_proxy": "*"}, ["*"] * 2)):
+            _, out, err = self.child(sys.executable, "-c", self.SHOW, env={"all_proxy": "http://127.0.0.1:1", **given})
+            env = json.loads(out)[0]
+            self.assertEqual([env["no_proxy"], env["NO_PROXY"]], wanted, err)
 
     def test_keys_that_are_set_stay_unless_there_is_a_token(self):
         (self.dir / "token").write_text("tok")

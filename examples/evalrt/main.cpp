@@ -611,8 +611,9 @@ int main(int argc, char** argv) {
                                "HOST:PORT (default: 127.0.0.1 and a free port)");
     gateway_command.add_option("--token-file", gateway.token_file,
                                "File with a token that clients must send");
+    std::string rehearsals;
     gateway_command.add_flag(
-        "--rehearse{1}", gateway.rehearsals,
+        "--rehearse{1}", rehearsals,
         "For a command that asks one question at a time: run it N times (default: once) against "
         "placeholders in a copy of the folder, to ask its questions together");
     add_common(gateway_command, options);
@@ -703,6 +704,12 @@ int main(int argc, char** argv) {
         if (auto error = settle(options); !error.empty()) return fail(error);
         if (options.common.parity > 0)
             return fail("--parity is for runs: a gateway does not know the requests");
+        const bool digits = rehearsals.find_first_not_of("0123456789") == rehearsals.npos;
+        gateway.rehearsals = digits && !rehearsals.empty() && rehearsals.size() < 4
+                                 ? unsigned(std::stoi(rehearsals))
+                                 : 0;
+        if (!rehearsals.empty() && (gateway.rehearsals < 1 || gateway.rehearsals > 100))
+            return fail("--rehearse=N: 1 to 100 times");
         if (gateway.rehearsals > 0 && gateway.child.empty())
             return fail("--rehearse is for a command: gateway --rehearse -- CMD...");
         return run_gateway(gateway, options.common);

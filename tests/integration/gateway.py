@@ -611,6 +611,10 @@ class Gateway(unittest.TestCase):
         code, _, err = self.child("no-such-program-here")
         self.assertEqual(code, 2)
         self.assertIn("there is no program 'no-such-program-here'", err)
+        for number in ("0", "-1", "1.5", "101", "99999999999", "x"):
+            code, _, err = self.child("true", options=[f"--rehearse={number}"])
+            self.assertEqual(code, 2, number)
+            self.assertIn("--rehearse=N: 1 to 100", err)
         process = self.popen([*self.openai, "--rehearse"])
         self.assertIn("--rehearse is for a command", process.communicate(timeout=LONG)[1])
         process = self.popen([*self.openai, "--"])

@@ -74,10 +74,12 @@ public:
     asio::any_io_executor get_executor() noexcept override { return executor_; }
 
     std::size_t asked = 0;
+    Silence silence{Clock::now()};
 
 private:
     void start_complete(Request request, TextSink, Handler handler) override {
         ++asked;
+        silence.asked(Clock::now());
         auto response = rehearsal_.rehearse(request);
         if (rehearsal_.stuck()) stuck_();
         detail::complete(executor_, std::move(handler), error_code(), std::move(response));
@@ -452,9 +454,11 @@ private:
                     say(fmt::format("cannot start '{}': {}", program_, error));
                     co_return exit_usage;
                 }
-                rehearsing_ = true;
+                rehearsing_ = &stage;
+                if (round == 0) listen_for_silence();
                 code = co_await child_.wait();
-                rehearsing_ = false;
+                rehearsing_ = nullptr;
+                changed_.cancel();
                 co_await gateway.async_close(token);
                 asked = stage.asked;
                 if (asked == 0 && !interrupted_) tell_why(code, errors);
@@ -489,6 +493,17 @@ private:
         co_return exit_answered;
     }
 
+    void listen_for_silence() {
+        changed_.expires_at(rehearsing_->silence.due());
+        changed_.async_wait([this](error_code ec) {
+            if (ec || !rehearsing_) return;
+            if (!rehearsing_->silence.to_be_said(Clock::now())) return listen_for_silence();
+            say("the rehearsal still runs and has asked nothing for a minute: if the command waits "
+                "for what a placeholder cannot give, end it with Ctrl-C or SIGTERM, and leave "
+                "--rehearse out");
+        });
+    }
+
     std::string start_rehearsal(const Gateway& gateway, const GatewayOptions& front,
                                 const ThrowAway& copy, const std::string& errors, bool own_memory) {
         std::vector<std::string> arguments, environment;
@@ -510,8 +525,8 @@ private:
         std::string last;
         for (std::string line; std::getline(file, line);)
             if (!line.empty()) last = line;
-        say(fmt::format("the rehearsal asked nothing (exit code {}{}{}); a rehearsed command can "
-                        "write to its folder only",
+        say(fmt::format("the rehearsal asked nothing (exit code {}{}{}); this may be because a "
+                        "rehearsed command has an empty input and can write to its folder only",
                         code, last.empty() ? "" : ": ", last));
     }
 
@@ -627,12 +642,13 @@ private:
     asio::steady_timer changed_;
     std::unique_ptr<Runtime> runtime_;
     Rehearsal rehearsal_{Rehearsal::new_marker()};
+    Stage* rehearsing_ = nullptr;          // while it runs
     Snapshot before_;                      // the first rehearsal
     std::unique_ptr<Rehearsed> rehearsed_; // null: nothing was
     Report report_;
     Clock::time_point started_;
     int interrupted_ = 0; // then the exit code
-    bool unwritable_ = false, rehearsing_ = false, learning_ = false, leaked_ = false;
+    bool unwritable_ = false, learning_ = false, leaked_ = false;
 };
 
 } // namespace

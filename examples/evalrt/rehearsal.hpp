@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bitset>
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -117,6 +118,20 @@ private:
     unsigned idle_ = 0;
     std::size_t learned_ = 0;
     std::size_t different_ = 0, most_ = 0; // requests of this round, and of the rounds before
+};
+
+/// When to say that a rehearsed command asks nothing. No I/O.
+class Silence {
+public:
+    using Time = std::chrono::steady_clock::time_point;
+    explicit Silence(Time now) : last_(now) {}
+    void asked(Time now) { last_ = now; }
+    /// When to ask again whether it is to be said.
+    Time due() const { return last_ + std::chrono::minutes(1); }
+    bool to_be_said(Time now) const { return now >= due(); }
+
+private:
+    Time last_;
 };
 
 /// An answer of the shape that `request` asks for (choices, tool calls that it insists on, JSON of

@@ -759,6 +759,7 @@ open(sys.argv[1], "w").close()
 keep(ask("slow"))
 """, self.dir / "log")
         self.assertIn("the rehearsal asked nothing (exit code 1: PermissionError", err)
+        self.assertIn("this may be because", err)
         self.assertEqual(self.questions(), ["slow"])
         self.assertIn(" to slow", out)
 

@@ -311,6 +311,16 @@ TEST_CASE("a placeholder keeps to a schema's numbers, counts and references") {
     CHECK(sample(twice).size() < (1 << 20));
 }
 
+TEST_CASE("that nothing is asked for a minute is said when it is so") {
+    const Silence::Time start;
+    Silence silence(start);
+    CHECK(!silence.to_be_said(start + std::chrono::seconds(59)));
+    silence.asked(start + std::chrono::seconds(59));
+    CHECK(!silence.to_be_said(start + std::chrono::seconds(118)));
+    CHECK(silence.due() == start + std::chrono::seconds(119));
+    CHECK(silence.to_be_said(silence.due()));
+}
+
 TEST_CASE("placeholders of completions: one for each prompt, one score for each token") {
     const auto texts = parsed(
         placeholder(request(R"({"prompt": ["a", "b"], "n": 2})", "/v1/completions"), "MARK"));

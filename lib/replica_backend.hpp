@@ -126,16 +126,21 @@ private:
             if (errc == Errc::cancelled) return;
             const auto now = Clock::now();
             if (response.stage > Stage::sent) planner->heard(server, false, now);
-            // A connection that breaks in the middle of an answer is a server that dies, too.
+            // A connection that breaks in the middle of an answer is a server that dies, too. What
+            // it breaks on may be the item.
             if (errc == Errc::unreachable || (errc == Errc::truncated && planner->proven(server))) {
-                if (errc == Errc::truncated) planner->failed(server, attempt.id);
                 if (planner->unreachable(server)) out(server, errc, response.detail);
+                if (response.stage > Stage::none)
+                    response.elsewhere = planner->failed(server, attempt.id) && !attempt.delivered;
                 return;
             }
             const auto what = remedy(errc, response.status);
             if (what == Remedy::item && response.stage == Stage::none) return; // refused by us
             if (planner->proven(server)) {
-                if (errc == Errc::timed_out) return planner->failed(server, attempt.id);
+                if (errc == Errc::timed_out) {
+                    response.elsewhere = planner->failed(server, attempt.id) && !attempt.delivered;
+                    return;
+                }
                 if (what == Remedy::pause) {
                     if (planner->busy(server, now)) out(server, errc, response.detail);
                     return;

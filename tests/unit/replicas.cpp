@@ -206,6 +206,54 @@ TEST_CASE("A server that has answered nothing proves itself with one request, by
     CHECK(sent == std::map<unsigned, int>{{0, 4}, {1, 4}});
 }
 
+TEST_CASE("A first text does not prove a server that breaks what it began") {
+    for (const bool breaks : {false, true}) {
+        World world(2, 4);
+        auto& planner = world.known().planner;
+        for (RequestId id = 1; id <= 200; ++id) world.add(id, int(id % 2));
+        const auto fails = [&] { // until it goes out; how often
+            for (int count = 1; count < 100; ++count) {
+                RequestId id = 0;
+                while (id == 0) {
+                    while (world.next()) {}
+                    for (const auto& [it, server] : world.running)
+                        if (server == 0) id = it;
+                    if (id == 0) world.end(world.running.begin()->first);
+                }
+                planner.progressed(id, Step::first_text, world.now);
+                const bool out = breaks ? planner.failed(0, id) && planner.unreachable(0)
+                                        : planner.failed(0, Fault::passing, id).out;
+                world.again(id);
+                if (out) return count;
+                // One at a time, until its first answer.
+                if (!planner.proven(0)) CHECK(planner.running(0) == 0);
+            }
+            return 100;
+        };
+        CHECK(fails() == (breaks ? 2 : 8));
+        while (!world.running.empty()) world.end(world.running.begin()->first);
+        planner.leave_out(0); // no answer that was on its way
+        planner.let_in(0);
+        CHECK(fails() == (breaks ? 2 : 3));
+    }
+}
+
+TEST_CASE("What a server fails is free to ask of each that has not failed it, once") {
+    World world(3, 1);
+    world.known();
+    world.add(1, 0);
+    std::set<unsigned> servers;
+    for (int i = 0; i < 6; ++i) {
+        const auto server = world.server_of(1);
+        servers.insert(server);
+        const bool free = i % 2 ? world.planner.failed(server, Fault::passing, 1).elsewhere
+                                : world.planner.failed(server, 1);
+        CHECK(free == (i < 2));
+        world.again(1);
+    }
+    CHECK(servers.size() == 3);
+}
+
 TEST_CASE("A server that only fails swallows nothing and is left out") {
     World world(2, 2);
     world.planner.let_in(1);
@@ -451,7 +499,7 @@ TEST_CASE("What a server has refused or failed it does not steal back, while ano
         if (refuses)
             CHECK(world.planner.refused(a->server, a->id).elsewhere);
         else
-            CHECK_FALSE(world.planner.failed(a->server, Fault::passing, a->id).elsewhere);
+            CHECK(world.planner.failed(a->server, Fault::passing, a->id).elsewhere);
         world.again(a->id);
         CHECK_FALSE(world.next()); // it waits for the one that runs on the other
         world.end(b->id);
@@ -678,7 +726,7 @@ TEST_CASE("A conversation leaves a server that refuses or fails it, as a whole")
         if (refuses)
             CHECK(world.planner.refused(first, 2).elsewhere);
         else
-            CHECK_FALSE(world.planner.failed(first, Fault::passing, 2).elsewhere);
+            CHECK(world.planner.failed(first, Fault::passing, 2).elsewhere);
         world.again(2);
         for (RequestId id = 2; id <= 6; ++id) {
             CHECK(world.server_of(id) == 1 - first);
@@ -1136,9 +1184,15 @@ TEST_CASE("Any course of sickness: while one server is well no item fails that i
             ReplicaPlanner::Verdict verdict;
             if (bad(id) || (refuses[server] && id % refuses[server] == 0)) {
                 verdict = world.planner.refused(server, id);
-                if (!verdict.elsewhere) attempts[id] = 3;
+                if (!verdict.elsewhere) attempts[id] = 1;
             } else if (fails[server] && id % fails[server] == 0) {
-                verdict = world.planner.failed(server, Fault::passing, id);
+                if (random() % 2) world.planner.progressed(id, Step::first_text, world.now);
+                if (random() % 2) {
+                    verdict = world.planner.failed(server, Fault::passing, id);
+                } else { // its connection breaks
+                    world.planner.unreachable(server);
+                    verdict.elsewhere = world.planner.failed(server, id);
+                }
                 attempts[id] += !verdict.elsewhere;
             } else {
                 world.end(id);
@@ -1146,7 +1200,7 @@ TEST_CASE("Any course of sickness: while one server is well no item fails that i
                 continue;
             }
             failed_at[id].insert(server);
-            if (attempts[id] < 3) {
+            if (attempts[id] == 0) {
                 world.again(id);
             } else {
                 REQUIRE(bad(id));

@@ -17,7 +17,8 @@ namespace evalrt::detail {
 /// slowest one has left. A conversation that has begun on a server stays there, later turns too, as
 /// long as that is in and fails none of them.
 ///
-/// What a server has failed is kept from it while another one is in that has not.
+/// What a server has failed is kept from it while another one is in that has not, and that one is
+/// asked whatever retries may still cost: each server has one attempt of an item so.
 ///
 /// A server is out (nothing is sent to it; somebody looks at it when it is due(), and lets it in),
 /// in but not proven (it has answered nothing since: one request at a time), or proven. One goes
@@ -123,7 +124,12 @@ public:
             });
             checked(item);
         }
-        if (stage == Stage::first_text) return prove(server);
+        if (stage == Stage::first_text) {
+            // Good for more at once, until something breaks: only an answer has an end.
+            server.proven |=
+                server.failed + server.broken == 0 && server.pause == options_.pause;
+            return;
+        }
         if (stage == Stage::failed) {
             item.tried_at |= bit(item.server);
             server.failed_last = now;
@@ -164,7 +170,7 @@ public:
     Point wake() const override { return wake_; }
     std::string_view holds() const override { return holds_; }
 
-    /// It has answered a request.
+    /// It has answered a request, to the end.
     void alive(std::size_t server) {
         auto& it = servers_[server];
         if (it.barred) return;
@@ -221,9 +227,13 @@ public:
         return it->second.moved = true;
     }
 
-    /// It has failed this one, which may be for its load: the answer is late, or cut short.
-    void failed(std::size_t server, RequestId id) {
-        if (const auto it = items_.find(id); it != items_.end()) failed_at(it->second, server);
+    /// It has failed this one, which may be for its load: the answer is late, or cut short. True:
+    /// another one is in that has not, and is asked without that being held against the item.
+    bool failed(std::size_t server, RequestId id) {
+        const auto it = items_.find(id);
+        if (it == items_.end() || bit(server) == 0) return false;
+        failed_at(it->second, server);
+        return best(it->second.failed_at) != none;
     }
 
     /// A connection to it could not be made, or broke. True: with that it has gone out.
@@ -249,12 +259,12 @@ public:
     /// only one that is in that is as with one server.
     Verdict failed(std::size_t server, Fault fault, RequestId id) {
         auto& it = servers_[server];
-        failed(server, id);
+        const bool others = failed(server, id);
         it.broken = 0;
         ++it.failed;
         if (!another_up(server)) return {};
-        const bool elsewhere = !it.answered || fault == Fault::lasting;
-        return {elsewhere, too_often(server, elsewhere ? few : many)};
+        const bool its_own = !it.answered || fault == Fault::lasting;
+        return {its_own || others, too_often(server, its_own ? few : many)};
     }
 
     /// It has refused this one: its body, its length.

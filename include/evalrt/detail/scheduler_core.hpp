@@ -193,16 +193,16 @@ public:
             settle(id, response);
             return true;
         }
+        if (remedy(errc, response.status) != Remedy::pause) {
+            if (errc != Errc::unreachable) turned_away_ = Point{}; // it works, or is waited for
+        } else if (turned_away_ == Point{}) {
+            turned_away_ = now;
+        }
         if (response.elsewhere && !delivered) {
             if (response.stage > Stage::sent) server.breaker.alive();
             item.state = State::delayed;
             delayed_.emplace(now, id);
             return false;
-        }
-        if (remedy(errc, response.status) != Remedy::pause) {
-            if (errc != Errc::unreachable) turned_away_ = Point{}; // it works, or is waited for
-        } else if (turned_away_ == Point{}) {
-            turned_away_ = now;
         }
         const bool refused = errc == Errc::unreachable && response.stage == Stage::none;
         if (errc != Errc::unreachable || response.stage > Stage::sent)

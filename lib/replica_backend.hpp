@@ -136,30 +136,27 @@ private:
             }
             const auto what = remedy(errc, response.status);
             if (what == Remedy::item && response.stage == Stage::none) return; // refused by us
-            if (planner->proven(server)) {
-                if (errc == Errc::timed_out) {
-                    response.elsewhere = planner->failed(server, attempt.id) && !attempt.delivered;
-                    return;
-                }
-                if (what == Remedy::pause) {
-                    if (planner->busy(server, now)) out(server, errc, response.detail);
-                    return;
-                }
+            if (errc == Errc::timed_out && planner->proven(server)) {
+                response.elsewhere = planner->failed(server, attempt.id) && !attempt.delivered;
+                return;
             }
             using Fault = ReplicaPlanner::Fault;
             const bool lasting = what == Remedy::run || response.status == 404;
             const bool refused = what == Remedy::item && !lasting;
             const auto verdict =
-                refused ? planner->refused(server, attempt.id)
-                        : planner->failed(server, lasting ? Fault::lasting : Fault::passing,
-                                          attempt.id);
+                what == Remedy::pause
+                    ? planner->busy(server, attempt.id, now,
+                                    response.retry_after.value_or(std::chrono::milliseconds(0)))
+                : refused ? planner->refused(server, attempt.id)
+                          : planner->failed(server, lasting ? Fault::lasting : Fault::passing,
+                                            attempt.id);
             if (verdict.out) {
                 std::string words = refused ? "it refuses one request after the other: " : "";
                 words += response.detail;
                 out(server, errc, words);
             }
             if (verdict.held) held(server, errc, response.detail);
-            response.elsewhere = verdict.elsewhere && what != Remedy::pause && !attempt.delivered;
+            response.elsewhere = verdict.elsewhere && !attempt.delivered;
         }
 
         static constexpr const char* silence = "it shows no sign of life";

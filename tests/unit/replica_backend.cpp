@@ -264,6 +264,25 @@ TEST_CASE("what two servers fail has failed, and so has what a caller has seen a
     }
 }
 
+TEST_CASE("a pause that is longer than one waits for is not waited for where another server is") {
+    for (const bool talk : {false, true})
+        for (const bool proven : {false, true}) {
+            Setup setup;
+            setup.planner->alive(0), setup.planner->alive(1);
+            auto& asked = setup.ask(false, talk ? "talk" : "");
+            const auto first = setup.busy();
+            if (!proven) setup.planner->let_in(first);
+            auto busy = failure(Errc::rate_limited, 429, "in a minute");
+            busy.retry_after = 60s;
+            setup.end(first, std::move(busy));
+            REQUIRE(setup.busy() == 1 - first);
+            CHECK(setup.out == std::vector<std::string>{std::to_string(first) + " in a minute"});
+            setup.end(1 - first);
+            CHECK(asked.completions == 1);
+            CHECK_FALSE(asked.response.outcome);
+        }
+}
+
 TEST_CASE("a request is cancelled at the server that has it, and counted so") {
     Setup setup;
     auto& asked = setup.ask();
@@ -337,7 +356,11 @@ enum class Health {
 std::optional<Response> said(Health health, bool bad, std::size_t item, unsigned salt) {
     switch (health) {
     case Health::hung: return {};
-    case Health::turns_away: return failure(Errc::overloaded, 503, "busy");
+    case Health::turns_away: {
+        auto busy = failure(Errc::overloaded, 503, "busy");
+        if (salt % 4 == 0) busy.retry_after = 60s; // longer than one waits for
+        return busy;
+    }
     case Health::fails:
         return salt % 2 ? failure(Errc::rejected, 500, "oh") : failure(Errc::malformed, 200, "eh");
     case Health::cuts:

@@ -519,7 +519,7 @@ TEST_CASE("What a server has refused or failed it does not steal back, while ano
     for (RequestId id = 1; id <= 2; ++id) world.add(id, 0);
     const auto a = world.next();
     REQUIRE((a && world.next()));
-    CHECK_FALSE(world.planner.busy(a->server, world.now));
+    CHECK_FALSE(world.planner.busy(a->server, a->id, world.now).elsewhere);
     world.again(a->id);
     world.add(3, 0), world.add(4, 0); // the other one has more than its last
     for (int i = 0; i < 2; ++i) {
@@ -758,7 +758,9 @@ TEST_CASE("A conversation does not wait for ever for a server that turns all awa
                 continue;
             }
             ++turned_away;
-            out |= world.planner.busy(0, world.now);
+            const auto verdict = world.planner.busy(0, id, world.now);
+            out |= verdict.out;
+            CHECK(verdict.elsewhere == out);
             world.again(id);
         }
         world.now += std::chrono::seconds(2);
@@ -773,12 +775,47 @@ TEST_CASE("A conversation does not wait for ever for a server that turns all awa
     some.known();
     for (int i = 0; i < 100; ++i) {
         some.now += std::chrono::seconds(4);
-        CHECK_FALSE(some.planner.busy(0, some.now));
+        CHECK_FALSE(some.planner.busy(0, 0, some.now).out);
         if (i % 7 == 6) some.planner.heard(0, true, some.now);
     }
     some.planner.leave_out(1);
     for (int i = 0; i < 100; ++i)
-        CHECK_FALSE(some.planner.busy(0, some.now += std::chrono::seconds(4)));
+        CHECK_FALSE(some.planner.busy(0, 0, some.now += std::chrono::seconds(4)).elsewhere);
+}
+
+TEST_CASE("A server that asks for a longer pause than is waited for is left out at once") {
+    using std::chrono::seconds;
+    for (const bool proven : {true, false}) {
+        World world(2, 2);
+        auto& planner = world.known().planner;
+        if (!proven) planner.let_in(0);
+        for (RequestId id = 1; id <= 20; ++id)
+            world.add(id, 0, std::string(1, char('p' + id % 4)), int(id));
+        std::vector<RequestId> there;
+        while (const auto pick = world.next())
+            if (pick->server == 0) there.push_back(pick->id);
+        REQUIRE_FALSE(there.empty());
+        CHECK_FALSE(planner.busy(0, there.front(), world.now, seconds(29)).elsewhere);
+        bool first = true;
+        for (const auto id : there) {
+            const auto verdict = planner.busy(0, id, world.now, seconds(40));
+            CHECK(verdict.elsewhere);
+            CHECK(verdict.out == std::exchange(first, false));
+            world.again(id);
+        }
+        // All of it goes to the other one.
+        while (!world.running.empty()) {
+            world.end(world.running.begin()->first);
+            while (world.next()) {}
+        }
+        CHECK(world.asked[1].size() == 20);
+        // It is looked at when it said that it would be well.
+        CHECK(planner.due(world.now).empty());
+        CHECK(planner.due(world.now + seconds(39)).empty());
+        CHECK(planner.due(world.now + seconds(40)).size() == 1);
+        // The last one is waited for.
+        CHECK_FALSE(planner.busy(1, 1, world.now, seconds(60)).elsewhere);
+    }
 }
 
 TEST_CASE("What runs on a silent server is asked of another, each once") {
@@ -1101,7 +1138,9 @@ TEST_CASE(
                 switch (random() % 5) {
                 case 0: world.planner.unreachable(server); break;
                 case 1: world.planner.refused(server, id); break;
-                case 2: world.planner.busy(server, world.now); break;
+                case 2:
+                    world.planner.busy(server, id, world.now, std::chrono::seconds(random() % 60));
+                    break;
                 default: world.planner.failed(server, Fault(random() % 2), id);
                 }
                 world.end(id, Step::failed);

@@ -126,8 +126,7 @@ public:
         }
         if (stage == Stage::first_text) {
             // Good for more at once, until something breaks: only an answer has an end.
-            server.proven |=
-                server.failed + server.broken == 0 && server.pause == options_.pause;
+            server.proven |= server.failed + server.broken == 0 && server.pause == options_.pause;
             return;
         }
         if (stage == Stage::failed) {
@@ -183,16 +182,6 @@ public:
     void heard(std::size_t server, bool text, Point now) {
         servers_[server].heard = now;
         if (text) servers_[server].busy_since = Point{};
-    }
-
-    /// It has turned one away for its load. True: with that it has gone out.
-    bool busy(std::size_t server, Point now) {
-        auto& it = servers_[server];
-        it.broken = 0;
-        if (it.busy_since == Point{}) it.busy_since = now;
-        if (it.out || now - it.busy_since < options_.busy || !another_up(server)) return false;
-        leave_out(server);
-        return true;
     }
 
     /// Those with something running that have shown no sign of life for much longer than any
@@ -265,6 +254,25 @@ public:
         if (!another_up(server)) return {};
         const bool its_own = !it.answered || fault == Fault::lasting;
         return {its_own || others, too_often(server, its_own ? few : many)};
+    }
+
+    /// It has turned this one away for its load, for so long as it says. One that has gone out for
+    /// that is not waited for.
+    Verdict busy(std::size_t server, RequestId id, Point now,
+                 std::chrono::milliseconds asked = {}) {
+        auto& it = servers_[server];
+        it.broken = 0;
+        if (!it.proven && asked <= options_.busy) {
+            const bool gone = failed(server, Fault::passing, id).out;
+            return {it.out && another_up(server), gone};
+        }
+        if (it.busy_since == Point{}) it.busy_since = now;
+        if (!another_up(server)) return {};
+        if (it.out) return {true};
+        if (std::max<Clock::duration>(asked, now - it.busy_since) < options_.busy) return {};
+        leave_out(server);
+        it.look_after = std::clamp(asked, it.look_after, options_.longest_pause);
+        return {true, true};
     }
 
     /// It has refused this one: its body, its length.

@@ -393,7 +393,7 @@ TEST_CASE("any course of sickness: each request ends once, and well where one se
         const std::size_t servers = 2 + random() % 3;
         ReplicaPlanner::Options planning;
         planning.silence = planning.busy = 20ms;
-        planning.pause = planning.longest_pause = 1ms;
+        planning.pause = planning.longest_pause = planning.wait = 1ms;
         SchedulerOptions scheduling;
         scheduling.max_in_flight = 1 + unsigned(random() % 6);
         scheduling.retry.attempts = 2; // 1: no patience with those that are busy

@@ -42,6 +42,9 @@ public:
         /// Without a sign of life, at least; and four times what the longest answer took.
         std::chrono::milliseconds silence{60000};
         std::chrono::milliseconds held{1000}; ///< from a failure of a held server to its next one
+        /// Of an item that all have failed that are in, for one that is out; once if it is refused,
+        /// else twice. Meanwhile a look comes after a fifth of its time.
+        std::chrono::milliseconds wait{1500};
     };
     struct Count {
         std::uint64_t sent = 0;
@@ -73,8 +76,7 @@ public:
     }
 
     std::optional<Pick> next(Point now) override {
-        place_fresh();
-        wake_ = Point::max();
+        wake_ = place_fresh(now);
         holds_ = {};
         if (waiting_ == 0) return {};
         const bool any_free = std::any_of(servers_.begin(), servers_.end(), [](const Server& it) {
@@ -217,12 +219,12 @@ public:
     }
 
     /// It has failed this one, which may be for its load: the answer is late, or cut short. True:
-    /// another one is in that has not, and is asked without that being held against the item.
+    /// another one is in that has not, or may be soon: that is not held against the item.
     bool failed(std::size_t server, RequestId id) {
         const auto it = items_.find(id);
         if (it == items_.end() || bit(server) == 0) return false;
         failed_at(it->second, server);
-        return best(it->second.failed_at) != none;
+        return best(it->second.failed_at) != none || waits(it->second);
     }
 
     /// A connection to it could not be made, or broke. True: with that it has gone out.
@@ -251,7 +253,7 @@ public:
         const bool others = failed(server, id);
         it.broken = 0;
         ++it.failed;
-        if (!another_up(server)) return {};
+        if (!another_up(server)) return {others};
         const bool its_own = !it.answered || fault == Fault::lasting;
         return {its_own || others, too_often(server, its_own ? few : many)};
     }
@@ -296,8 +298,9 @@ public:
             return {};
         }
         if (!left) {
+            if (others) return {};
             // Alone as it is, it is no judge.
-            if (others || it.wrong < few) return {};
+            if (it.wrong < few) return {item.waits == 0 && waits(item)};
             if (it.out) return {true, false};
             leave_out(server);
             return {true, true};
@@ -315,6 +318,7 @@ public:
     void leave_out(std::size_t server) {
         auto& it = servers_[server];
         it.out = true;
+        it.soon = false;
         it.since = it.busy_since = Point{};
         it.look_after = it.pause;
         it.pause = std::min(2 * it.pause, options_.longest_pause);
@@ -339,8 +343,10 @@ public:
             auto& it = servers_[i];
             if (!it.out) continue;
             if (it.since == Point{}) it.since = now;
-            if (now - it.since < it.look_after) continue;
+            const auto after = it.look_after / (it.soon ? 5 : 1);
+            if (now - it.since < after) continue;
             it.since = now;
+            it.soon = false;
             list.push_back(i);
         }
         return list;
@@ -355,6 +361,7 @@ public:
 private:
     static constexpr unsigned too_many = 2;      // broken connections
     static constexpr unsigned few = 3, many = 8; // failures with no answer between
+    static constexpr unsigned most_waits = 2;    // of an item for servers that are out
     static constexpr std::size_t window = 512;   // in a server's planner at once
     static constexpr std::size_t none = ~std::size_t(0);
 
@@ -379,7 +386,10 @@ private:
         std::uint64_t failed_at = 0;  // of these: not as they were busy, or could not be reached
         std::uint64_t refused_at = 0; // of these
         std::uint64_t checking = 0;   // what these refused is being asked elsewhere
-        unsigned shown = 0;           // times that another one was asked so
+        unsigned waits = 0;           // times that it was to wait for one that is out
+        bool waiting = false;         // for that
+        Point wait_until{};
+        unsigned shown = 0; // times that another one was asked so
         Point sent{};
         std::uint64_t cost = 1;
     };
@@ -402,6 +412,7 @@ private:
         Point heard{};       // its last sign of life; with nothing running it needs none
         Point busy_since{};  // it turns all away
         Point failed_last{}; // an attempt there
+        bool soon = false;   // it is out, and somebody waits for it
         Count count;
     };
 
@@ -415,6 +426,10 @@ private:
     bool any_up() const {
         return std::any_of(servers_.begin(), servers_.end(),
                            [](const Server& it) { return !it.out; });
+    }
+    bool any_out() const {
+        return std::any_of(servers_.begin(), servers_.end(),
+                           [](const Server& it) { return it.out; });
     }
     bool another_up(std::size_t than) const {
         for (std::size_t i = 0; i < servers_.size(); ++i)
@@ -476,6 +491,24 @@ private:
     static void failed_at(Item& item, std::size_t server) {
         item.failed_at |= bit(server);
         if (item.session) item.session->failed_at |= bit(server);
+    }
+
+    // All that are in have failed it, but others may be well again: those are looked at.
+    bool waits(Item& item) {
+        if (any_out() && item.waits < most_waits) {
+            for (auto& it : servers_) it.soon |= it.out;
+            ++item.waits;
+            item.wait_until = Point{};
+            return item.waiting = true;
+        }
+        return false;
+    }
+
+    bool still_waits(Item& item, Point now) const {
+        if (!item.waiting) return false;
+        if (item.wait_until == Point{}) item.wait_until = now + options_.wait;
+        item.waiting = now < item.wait_until && any_out() && best(item.failed_at) == none;
+        return item.waiting;
     }
 
     // The servers that it is kept from: those that have failed it, or its conversation, while
@@ -542,10 +575,18 @@ private:
     }
 
     // What has come since: what goes on with something, where that is; of the rest an order, cut,
-    // to those that are there.
-    void place_fresh() {
-        if (fresh_.empty()) return;
-        std::vector<RequestId> ids;
+    // to those that are there. Returns when those are placed that wait.
+    Point place_fresh(Point now) {
+        Point next = Point::max();
+        if (fresh_.empty()) return next;
+        std::vector<RequestId> ids, wait;
+        std::erase_if(fresh_, [&](RequestId id) {
+            const auto found = items_.find(id);
+            if (found == items_.end() || !still_waits(found->second, now)) return false;
+            next = std::min(next, found->second.wait_until);
+            wait.push_back(id);
+            return true;
+        });
         std::vector<std::pair<std::size_t, RequestId>> known;
         for (const auto id : fresh_) {
             const auto found = items_.find(id);
@@ -553,7 +594,7 @@ private:
             if (const auto other = elsewhere(found->second); other != none)
                 relocate(*found->second.session, other);
         }
-        for (const auto id : std::exchange(fresh_, {})) {
+        for (const auto id : std::exchange(fresh_, std::move(wait))) {
             const auto found = items_.find(id);
             if (found == items_.end()) continue; // removed
             const auto& item = found->second;
@@ -578,7 +619,7 @@ private:
                 while (at != queue.end() && to_be_judged(server, *at)) ++at;
             queue.insert(at, id);
         }
-        if (ids.empty()) return;
+        if (ids.empty()) return next;
         RadixPlanner planner(options_.planner);
         for (const auto id : ids) planner.add(id, items_.at(id).prompt);
         std::vector<RequestId> order;
@@ -591,6 +632,7 @@ private:
             costs.push_back({item.cost, it.shared_bytes, it.continues});
         }
         deal(order, costs);
+        return next;
     }
 
     // Few that come late go to those with the least to do.

@@ -271,7 +271,7 @@ public:
         if (it.busy_since == Point{}) it.busy_since = now;
         if (!another_up(server)) return {};
         if (it.out) return {true};
-        if (std::max<Clock::duration>(asked, now - it.busy_since) < options_.busy) return {};
+        if (asked <= options_.busy && now - it.busy_since < options_.busy) return {};
         leave_out(server);
         it.look_after = std::clamp(asked, it.look_after, options_.longest_pause);
         return {true, true};
@@ -467,6 +467,7 @@ private:
     void enter(std::size_t server) {
         const bool first = !any_up(); // what the others kept for want of another server goes to it
         servers_[server].out = false;
+        parked_until_ = Point::min();
         servers_[server].failed = servers_[server].broken = 0;
         for (std::size_t i = 0; first && i < servers_.size(); ++i)
             if (i != server) hand_over(i);
@@ -577,16 +578,20 @@ private:
     // What has come since: what goes on with something, where that is; of the rest an order, cut,
     // to those that are there. Returns when those are placed that wait.
     Point place_fresh(Point now) {
-        Point next = Point::max();
-        if (fresh_.empty()) return next;
-        std::vector<RequestId> ids, wait;
+        if (now >= parked_until_) { // or somebody has come in
+            parked_until_ = Point::max();
+            fresh_.insert(fresh_.begin(), parked_.begin(), parked_.end());
+            parked_.clear();
+        }
+        if (fresh_.empty()) return parked_until_;
         std::erase_if(fresh_, [&](RequestId id) {
             const auto found = items_.find(id);
             if (found == items_.end() || !still_waits(found->second, now)) return false;
-            next = std::min(next, found->second.wait_until);
-            wait.push_back(id);
+            parked_until_ = std::min(parked_until_, found->second.wait_until);
+            parked_.push_back(id);
             return true;
         });
+        std::vector<RequestId> ids;
         std::vector<std::pair<std::size_t, RequestId>> known;
         for (const auto id : fresh_) {
             const auto found = items_.find(id);
@@ -594,7 +599,7 @@ private:
             if (const auto other = elsewhere(found->second); other != none)
                 relocate(*found->second.session, other);
         }
-        for (const auto id : std::exchange(fresh_, std::move(wait))) {
+        for (const auto id : std::exchange(fresh_, {})) {
             const auto found = items_.find(id);
             if (found == items_.end()) continue; // removed
             const auto& item = found->second;
@@ -619,7 +624,7 @@ private:
                 while (at != queue.end() && to_be_judged(server, *at)) ++at;
             queue.insert(at, id);
         }
-        if (ids.empty()) return next;
+        if (ids.empty()) return parked_until_;
         RadixPlanner planner(options_.planner);
         for (const auto id : ids) planner.add(id, items_.at(id).prompt);
         std::vector<RequestId> order;
@@ -632,7 +637,7 @@ private:
             costs.push_back({item.cost, it.shared_bytes, it.continues});
         }
         deal(order, costs);
-        return next;
+        return parked_until_;
     }
 
     // Few that come late go to those with the least to do.
@@ -842,7 +847,9 @@ private:
     std::unordered_map<std::string, Session> sessions_;       // never moves them
     std::deque<std::pair<std::uint64_t, std::string>> quiet_; // of which nothing is here
     std::uint64_t ends_ = 0;
-    std::vector<RequestId> fresh_; // not planned
+    std::vector<RequestId> fresh_;  // not planned
+    std::vector<RequestId> parked_; // nor to be, until one that is out is in, or then:
+    Point parked_until_ = Point::max();
     std::size_t waiting_ = 0;
     std::optional<unsigned> kind_;
     bool kinds_ = false;               // there are several

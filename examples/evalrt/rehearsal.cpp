@@ -559,17 +559,16 @@ Snapshot look_at(const fs::path& folder, const std::vector<fs::path>& elsewhere,
     };
     // Folders from the outside in.
     std::deque<fs::path> places{folder}, links;
-    const auto walk = [&](std::size_t left) {
+    const auto walk = [&](std::size_t left, bool beyond) {
         for (; !places.empty() && left > 0; places.pop_front()) {
             const auto& path = places.front();
             std::error_code gone;
             struct stat what {};
             if (!new_there(path, what)) continue;
-            if (S_ISREG(what.st_mode)) {
+            if (beyond || S_ISREG(what.st_mode)) --left;
+            if (S_ISREG(what.st_mode))
                 all[path.string()] = {std::uintmax_t(what.st_size),
                                       fs::last_write_time(path, gone)};
-                --left;
-            }
             if (!S_ISDIR(what.st_mode)) continue;
             for (auto it = fs::directory_iterator(path, gone);
                  !gone && it != fs::directory_iterator(); it.increment(gone)) {
@@ -578,19 +577,19 @@ Snapshot look_at(const fs::path& folder, const std::vector<fs::path>& elsewhere,
             }
         }
     };
-    walk(ThrowAway::most_files);
+    walk(ThrowAway::most_files, false);
     struct stat root {
     }, what{};
     new_there("/", root);
     for (const auto name : {"/dev", "/proc", "/sys"})
         if (::stat(name, &what) == 0 && what.st_dev != root.st_dev) made_up.insert(what.st_dev);
     places.assign(elsewhere.begin(), elsewhere.end());
-    const auto before = all.size();
+    const auto before = seen.size();
     do { // what has a name without a link is known by that
         places.insert(places.end(), links.begin(), links.end());
         links.clear();
-        walk(before + most - all.size());
-    } while (!links.empty() && all.size() < before + most);
+        walk(before + most - seen.size(), true);
+    } while (!links.empty() && seen.size() < before + most);
     return all;
 }
 

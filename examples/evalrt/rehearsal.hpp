@@ -169,7 +169,7 @@ private:
 using Snapshot = std::map<std::string, std::pair<std::uintmax_t, std::filesystem::file_time_type>>;
 /// Of the folder and of other places: folders or files, and what links in any of them lead to, each
 /// folder once. Elsewhere, what is behind links out of the folder included, not more than `most`
-/// files, those near to where it begins first; none of the system's own.
+/// files and folders, those near to where it begins first; none of the system's own.
 Snapshot look_at(const std::filesystem::path& folder,
                  const std::vector<std::filesystem::path>& elsewhere = {},
                  std::size_t most = 10'000);

@@ -225,9 +225,9 @@ public:
             co_return exit_usage;
         }
         if (command_.rehearsals > 0) signals_.add(SIGQUIT); // or the copy would stay
-        signals_.async_wait([this](error_code ec, int number) {
+        signals_.async_wait([this](error_code ec, int) {
             if (ec) return;
-            interrupted_ = 128 + number;
+            interrupted_ = true;
             opening_.emit(asio::cancellation_type::terminal);
             if (rehearsing_) child_.stop();
             if (learning_) runtime_->backend().cancel();
@@ -238,7 +238,7 @@ public:
             co_await runtime_->async_open(asio::bind_cancellation_slot(opening_.slot(), token));
         if (interrupted_) {
             say("interrupted before the server was there");
-            co_return interrupted_;
+            co_return exit_interrupted;
         }
         if (ec) {
             const bool journal = ec.category() == journal_category();
@@ -532,7 +532,7 @@ private:
 
     int interrupted() const {
         say("interrupted in the rehearsal: the command has not run");
-        return interrupted_;
+        return exit_interrupted;
     }
 
     std::vector<std::string> own_files() const {
@@ -594,7 +594,7 @@ private:
         const auto address = address_of(gateway, front);
         print(fmt::format("{}/v1 for {}", address.url, command_.child.front()));
         const auto environment = harness_environment(own_environment(), address);
-        if (interrupted_) co_return interrupted_;
+        if (interrupted_) co_return exit_interrupted;
         if (const auto error = child_.start(program_, command_.child, environment);
             !error.empty()) {
             say(fmt::format("cannot start '{}': {}", program_, error));
@@ -647,7 +647,7 @@ private:
     std::unique_ptr<Rehearsed> rehearsed_; // null: nothing was
     Report report_;
     Clock::time_point started_;
-    int interrupted_ = 0; // then the exit code
+    bool interrupted_ = false;
     bool unwritable_ = false, learning_ = false, leaked_ = false;
 };
 

@@ -218,13 +218,19 @@ public:
         return it->second.moved = true;
     }
 
-    /// It has failed this one, which may be for its load: the answer is late, or cut short. True:
+    /// What a failure of a server is.
+    enum class Fault {
+        passing, ///< 5xx, what is no answer
+        lasting, ///< the key, the quota, a model that it has not
+    };
+     /// It has failed this one, which may be for its load: the answer is late, or cut short. True:
     /// another one is in that has not, or may be soon: that is not held against the item.
-    bool failed(std::size_t server, RequestId id) {
+    bool failed(std::size_t server, RequestId id, Fault fault = Fault::passing) {
         const auto it = items_.find(id);
         if (it == items_.end() || bit(server) == 0) return false;
         failed_at(it->second, server);
-        return best(it->second.failed_at) != none || waits(it->second);
+        return best(it->second.failed_at) != none ||
+               (fault == Fault::passing && waits(it->second)); // a key does not mend itself
     }
 
     /// A connection to it could not be made, or broke. True: with that it has gone out.
@@ -235,12 +241,7 @@ public:
         return true;
     }
 
-    /// What a failure of a server is.
-    enum class Fault {
-        passing, ///< 5xx, what is no answer
-        lasting, ///< the key, the quota, a model that it has not
-    };
-    struct Verdict {
+   struct Verdict {
         bool elsewhere = false; ///< it is not held against the item: another server is asked
         bool out = false;       ///< with that the server has gone out
         bool held = false;      ///< with that it is held; said once until it answers again
@@ -250,7 +251,7 @@ public:
     /// only one that is in that is as with one server.
     Verdict failed(std::size_t server, Fault fault, RequestId id) {
         auto& it = servers_[server];
-        const bool others = failed(server, id);
+        const bool others = failed(server, id, fault);
         it.broken = 0;
         ++it.failed;
         if (!another_up(server)) return {others};

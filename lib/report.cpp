@@ -121,7 +121,8 @@ void Report::add(const Response& response) {
     }
 }
 
-std::optional<Report::Bound> Report::bound(const SchedulerStats& stats) const {
+std::optional<Report::Bound> Report::bound(const SchedulerStats& stats,
+                                           double wall_seconds) const {
     if (stats.prefill_rate <= 0 || stats.decode_rate <= 0 || stats.pieces == 0) return {};
     if (!uncached_.all || !asked_output_.all || asked_output_.value <= 0) return {};
     Bound it{};
@@ -133,8 +134,10 @@ std::optional<Report::Bound> Report::bound(const SchedulerStats& stats) const {
     it.decode_rate =
         stats.decode_rate * std::max(1.0, double(it.output_tokens) / double(stats.pieces));
     it.token_seconds = token_ms_ / 1000;
-    it.seconds = std::max(double(it.prefill_tokens) / it.prefill_rate +
-                              double(it.output_tokens) / it.decode_rate,
+    const double prefill = double(it.prefill_tokens) / it.prefill_rate,
+                 decode = double(it.output_tokens) / it.decode_rate;
+    const bool overlap = prefill + decode > wall_seconds;
+    it.seconds = std::max(overlap ? std::max(prefill, decode) : prefill + decode,
                           double(longest_) * it.token_seconds);
     return it;
 }
@@ -172,7 +175,7 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         if (wall_seconds <= 0 || answered_ == from_journal_ + repeated_) return nullptr;
         return rounded(count / wall_seconds);
     };
-    const auto best = bound(stats);
+    const auto best = bound(stats, wall_seconds);
     json::object failures;
     for (const auto& [errc, count] : failures_) failures[name(errc)] = count;
     json::object out{

@@ -343,7 +343,7 @@ private:
             if (report_.repeated() > 0)
                 print(fmt::format("{} of them are answers to requests that are there twice",
                                   report_.repeated()));
-            if (const auto best = report_.bound(stats))
+            if (const auto best = report_.bound(stats, wall_))
                 print(fmt::format("at least {:.1f} s: {} tokens to prefill at {:.0f}/s, {} to "
                                   "decode at {:.0f}/s; this run took {:.2f} times that",
                                   best->seconds, best->prefill_tokens, best->prefill_rate,

@@ -75,15 +75,16 @@ public:
     /// How long the run would have taken at least: what has to be prefilled (each shared prefix
     /// once) and what was decoded, at the best rates that this run has shown (detail::Rates:
     /// decoding at the length of context that the answers had);
-    /// or the longest answer at the speed of the fastest one. For servers whose prefill and
-    /// decoding take the same resource. What was not streamed shows no rates.
+    /// or the longest answer at the speed of the fastest one. Prefill and decoding count one after
+    /// the other, as where they take the same resource; a run that took less than both has shown
+    /// that they overlap there, and the longer one counts. What was not streamed shows no rates.
     struct Bound {
         double seconds;
         double prefill_rate, decode_rate; ///< tokens a second
         double token_seconds;             ///< of the fastest answer, for one token
         std::int64_t prefill_tokens, output_tokens, longest;
     };
-    std::optional<Bound> bound(const SchedulerStats& stats) const;
+    std::optional<Bound> bound(const SchedulerStats& stats, double wall_seconds) const;
 
     /// The run summary: one JSON object, in which "prefix_cached" is that line.
     std::string json(const SchedulerStats& stats, double wall_seconds) const;

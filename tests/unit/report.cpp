@@ -396,6 +396,8 @@ TEST_CASE("the bound is what had to be done at the best rates seen") {
     CHECK(out["calibration"].at("prefill_tokens") == 80);
     stats.pieces = 20; // two tokens each
     CHECK(near(summary(report, stats, 4)["bound_seconds"], 80 / 100.0 + 40 / 100.0));
+    // A run that took less shows that both go on at the same time.
+    CHECK(near(summary(report, stats, 1)["bound_seconds"], 80 / 100.0));
     stats.prefill_rate = stats.decode_rate = 1e9; // then it is the longest answer
     CHECK(near(summary(report, stats, 4)["bound_seconds"], 20 * 0.02));
     response.maximum_cached.reset();

@@ -1260,14 +1260,78 @@ TEST_CASE("the best rate of decoding is that at the context that the answers had
     CHECK(rates.decode() > 1000 / 54.0);
     server.answer(3000, 3000, 10ms); // nor need the one at 1000 tokens be slower than this
     CHECK(rates.decode() > 1000 / 30.0);
-    // Where none is as long, what the longest showed.
-    Rates many;
-    const auto burst = many.sent(server.now);
-    many.computed(server.now);
-    many.first_text(1000, server.now);
-    for (int i = 0; i < 200; ++i) many.text(server.now += 10ms);
-    many.sent(server.now); // from here on prompts are computed beside it
-    for (int i = 0; i < 20000; ++i) many.text(server.now += 1ms);
-    CHECK(near(many.decode(), 100));
-    many.ended(burst, true, 21201, {}, server.now);
+}
+
+TEST_CASE("decoding beside prompts shows a rate, too, and a moment none") {
+    evalrt::detail::Rates rates;
+    Point now{1h};
+    const auto first = rates.sent(now);
+    rates.computed(now);
+    rates.first_text(100, now);
+    rates.sent(now); // its prompt takes all the time
+    for (int i = 0; i < 100; ++i) rates.text(now += 20ms);
+    CHECK(std::abs(rates.decode() / 50 - 1) < 0.05);
+    CHECK(rates.prefill() == 0);
+    rates.ended(first, true, 201, 1000, now);
+    evalrt::detail::Rates quick;
+    const auto burst = quick.sent(now);
+    quick.computed(now += 1ms);
+    quick.first_text(100, now);
+    for (int i = 0; i < 100; ++i) quick.text(now += std::chrono::microseconds(1));
+    quick.ended(burst, true, 201, 1000, now);
+    CHECK(quick.decode() == 0); // a buffer that was emptied, for all we know
+    CHECK(quick.prefill() == 0);
+}
+
+TEST_CASE("answers that end all the time do not keep the limit down") {
+    auto options = in_flight(16);
+    options.most_in_flight = 64;
+    Queue queue(options);
+    queue.submit(1, 4000);
+    Point now = start;
+    std::deque<RequestId> running;
+    const auto fill = [&] {
+        while (const auto pick = queue.core.next(now)) running.push_back(pick->id);
+    };
+    // Ten tokens each, one after the other; when one ends, another one speaks before the place is
+    // taken again.
+    std::map<RequestId, int> tokens;
+    unsigned most = 0;
+    for (fill(); !running.empty(); fill()) {
+        most = std::max(most, queue.core.stats(now).limit);
+        now += 10ms;
+        std::vector<RequestId> ended;
+        for (const auto id : running) {
+            queue.core.text(id, now);
+            if (++tokens[id] < 10 + int(id % 7)) continue;
+            queue.core.ended(id, Response(), false, now);
+            ended.push_back(id);
+            break;
+        }
+        for (const auto id : running)
+            if (ended.empty() || id != ended.front()) queue.core.text(id, now);
+        for (const auto id : ended) std::erase(running, id);
+    }
+    CHECK(most == 64);
+}
+
+TEST_CASE("texts that were held back to come at once are not one after the other") {
+    using Millis = evalrt::Timing::Millis;
+    const auto run = [](std::chrono::milliseconds text) {
+        Queue queue(in_flight(8));
+        queue.submit(1, 80);
+        Point now = start;
+        for (auto ids = queue.next(now); !ids.empty(); ids = queue.next(now))
+            for (const auto id : ids) {
+                now += 100ms - text;
+                for (int i = 0; i < 10; ++i) queue.core.text(id, now += text / 10);
+                Response response;
+                response.usage.completion_tokens = 10;
+                response.timing = {Millis(0), Millis(700), Millis(720), Millis(800)};
+                queue.core.ended(id, response, false, now);
+            }
+        return queue.core.stats(now).one_by_one;
+    };
+    CHECK(run(90ms)); // of 100
+    CHECK_FALSE(run(10ms));
 }

@@ -14,9 +14,10 @@ namespace evalrt::detail {
 /// The best that a run itself has shown, to compute from it how fast the whole could have been.
 /// Prefill: the tokens that were not cached of those requests that were computed together, over the
 /// time from the first one's sending to where the last one is computed. Decoding: pieces of text
-/// over a second in which nothing waited for its first, at the context that the run's pieces had
-/// on average: attention reads the context for each token, and where that is most of a step (short
-/// prompts' rates are out of reach of long ones) the best second of all would promise too much.
+/// over a second, in which nothing waited for its first if there was such a one, at the context
+/// that the run's pieces had on average: attention reads the context for each token, and where that
+/// is most of a step (short prompts' rates are out of reach of long ones) the best second of all
+/// would promise too much.
 /// Other programs on the machine slow down both, and with them the bound.
 class Rates {
 public:
@@ -49,10 +50,8 @@ public:
     void text(Point now) {
         flow(now);
         const double context = held_ / decoding_;
-        if (all_decode()) {
-            ++window_pieces_;
-            window_context_ += context;
-        }
+        if (all_decode()) pure_.add(context);
+        mixed_.add(context);
         ++pieces_;
         contexts_ += context;
         held_ += 1;
@@ -73,7 +72,7 @@ public:
         of.tokens += cold.value_or(0);
         if (--of.members > 0) return;
         const std::chrono::duration<double> passed = of.end - of.begin;
-        if (of.good && of.tokens >= enough_tokens && passed.count() > 0)
+        if (of.good && of.tokens >= enough_tokens && passed >= shortest)
             prefill_ = std::max(prefill_, double(of.tokens) / passed.count());
         bursts_.erase(it);
     }
@@ -82,10 +81,7 @@ public:
     /// Pieces a second; 0: not seen.
     double decode() const {
         if (hides_) return 0;
-        if (seconds_.empty())
-            return window_pieces_ < enough_pieces || window_.count() <= 0
-                       ? 0
-                       : double(window_pieces_) / window_.count();
+        if (seconds_.empty()) return std::max(pure_.rate(), mixed_.rate());
         return 1 / piece_seconds(contexts_ / double(pieces_));
     }
     std::uint64_t pieces() const { return pieces_; }
@@ -96,7 +92,7 @@ public:
 private:
     static constexpr std::int64_t enough_tokens = 200;
     static constexpr std::uint64_t enough_pieces = 16;
-    static constexpr std::chrono::duration<double> whole{1};
+    static constexpr std::chrono::duration<double> whole{1}, shortest{0.01};
 
     struct Group {
         Point begin{}, end{};
@@ -107,21 +103,33 @@ private:
 
     bool all_decode() const { return waiting_ == 0 && hidden_ == 0 && decoding_ > 0; }
 
-    // Time in which all that runs was decoding.
-    void flow(Point now) {
-        if (all_decode()) {
-            window_ += now - since_;
-            if (window_ >= whole && window_pieces_ >= enough_pieces) {
-                const Second it{window_context_ / double(window_pieces_),
-                                window_.count() / double(window_pieces_)};
-                auto& best = seconds_.try_emplace(std::int64_t(it.context) / 32, it).first->second;
-                if (it.each < best.each) best = it;
-                window_ = {};
-                window_pieces_ = 0;
-                window_context_ = 0;
-            }
+    struct Window {
+        std::chrono::duration<double> time{};
+        std::uint64_t pieces = 0;
+        double contexts = 0; // summed up over them
+
+        void add(double context) {
+            ++pieces;
+            contexts += context;
         }
+        double rate() const { // 0: too short to tell
+            return pieces < enough_pieces || time < shortest ? 0 : double(pieces) / time.count();
+        }
+    };
+
+    void flow(Point now) {
+        if (decoding_ > 0) pass(mixed_, now);
+        if (all_decode()) pass(pure_, now);
         since_ = now;
+    }
+
+    void pass(Window& window, Point now) {
+        window.time += now - since_;
+        if (window.time < whole || window.pieces < enough_pieces) return;
+        const Second it{window.contexts / double(window.pieces), 1 / window.rate()};
+        auto& best = seconds_.try_emplace(std::int64_t(it.context) / 32, it).first->second;
+        if (it.each < best.each) best = it;
+        window = {};
     }
 
     // The least time of a piece at that context: what a longer one took is enough for a shorter
@@ -156,10 +164,9 @@ private:
     Burst last_ = 0;
     std::map<Burst, Group> bursts_;
     Point since_{};
-    std::chrono::duration<double> window_{};
-    std::uint64_t window_pieces_ = 0, pieces_ = 0;
+    Window pure_, mixed_; // of decoding alone; of all time in which something decodes
+    std::uint64_t pieces_ = 0;
     double held_ = 0;           // tokens of those with text
-    double window_context_ = 0; // summed up over its pieces
     double contexts_ = 0;       // over all pieces
     std::map<std::int64_t, Second> seconds_; // the fastest, by context
     double prefill_ = 0;

@@ -101,11 +101,12 @@ public:
         if (it == items_.end() || it->second.state != State::running) return;
         turned_away_ = Point{};
         auto& server = servers_[it->second.server];
-        server.limiter.tokens(1, server.running >= server.limiter.limit() && waiting_ > 0, now);
+        server.limiter.tokens(1, full(server), now);
         ++server.pieces;
         ++it->second.pieces;
         server.together += server.with_text > 1;
         if (it->second.has_text) return rates_.text(now);
+        account(now);
         prompt_computed(id, it->second, now);
         rates_.first_text(prompt_tokens(it->second), now);
         server.breaker.alive();
@@ -144,8 +145,7 @@ public:
                 ++server.beside;
             if (!had_text) // it came in one piece
                 server.limiter.tokens(double(response.usage.completion_tokens.value_or(1)),
-                                      server.running + 1 >= server.limiter.limit() && waiting_ > 0,
-                                      now);
+                                      full(server, 1), now);
             server.limiter.answered(now, response.usage.completion_tokens);
             stats_.most_limit = std::max(stats_.most_limit, limit());
             retry_.succeeded(item.retry);
@@ -345,7 +345,8 @@ public:
         stats_.decode_rate = rates_.decode();
         stats_.pieces = rates_.pieces();
         stats_.one_by_one = std::any_of(servers_.begin(), servers_.end(), [](const Server& it) {
-            return it.beside >= enough_beside && it.together * 20 < it.pieces;
+            return it.beside >= enough_beside && it.together * 20 < it.pieces &&
+                   it.texting * 4 >= it.busy;
         });
         stats_.most_limit = std::max(stats_.most_limit, stats_.limit);
         return stats_;
@@ -386,12 +387,14 @@ private:
         unsigned refusals = 0;                  // for its load, with no answer between
         std::uint64_t pieces = 0, together = 0; // of text; while another one had text, too
         unsigned beside = 0;                    // answers that ended with several on the way
+        Clock::duration busy{}, texting{};      // something ran; something had text
     };
 
     // What has to be seen of a server to say that it answers one request at a time.
     static constexpr unsigned several = 4, enough_beside = 8;
     // Of some length, and with time between its texts: what holds them back until the end, as a
-    // proxy may, hides whether they were made beside others'.
+    // proxy may, hides whether they were made beside others'. Nor is then much of the time any
+    // text's, while one that answers one at a time has little else.
     static bool shows_its_pace(const Response& response) {
         const auto& timing = response.timing;
         return response.usage.completion_tokens.value_or(0) >= several && timing.first_text &&
@@ -553,7 +556,18 @@ private:
         items_.erase(it);
     }
 
+    // Between an answer's end and the next one's start a few places are free for a moment.
+    bool full(const Server& server, unsigned ended = 0) const {
+        const auto limit = server.limiter.limit();
+        return server.running + ended + std::max(limit / 8, 1u) > limit && waiting_ > 0;
+    }
+
     void account(Point now) {
+        if (since_ != Point{})
+            for (auto& it : servers_) {
+                if (it.running > 0) it.busy += now - since_;
+                if (it.with_text > 0) it.texting += now - since_;
+            }
         if (since_ != Point{} && running_ > 0) {
             const double seconds = std::chrono::duration<double>(now - since_).count();
             stats_.in_flight_seconds += seconds * running_;

@@ -299,10 +299,6 @@ std::string message(const std::vector<Member>& body, std::string_view marker, Re
         block, response.text.empty() ? "tool_use" : "end_turn");
 }
 
-} // namespace
-
-namespace {
-
 constexpr std::string_view prefix = "evalrt-placeholder-";
 constexpr std::size_t own_digits = 4;
 

@@ -1260,6 +1260,12 @@ TEST_CASE("the best rate of decoding is that at the context that the answers had
     CHECK(rates.decode() > 1000 / 54.0);
     server.answer(3000, 3000, 10ms); // nor need the one at 1000 tokens be slower than this
     CHECK(rates.decode() > 1000 / 30.0);
+    // Where no second is as long, what the longest showed.
+    Rates many;
+    Server longer{many};
+    longer.answer(1000, 205, 10ms);
+    longer.answer(100'000, 14, 10ms);
+    CHECK(near(many.decode(), 100));
 }
 
 TEST_CASE("decoding beside prompts shows a rate, too, and a moment none") {

@@ -81,7 +81,7 @@ public:
     /// Pieces a second; 0: not seen.
     double decode() const {
         if (hides_) return 0;
-        if (seconds_.empty()) return std::max(pure_.rate(), mixed_.rate());
+        if (seconds_.empty()) return pure_.rate();
         return 1 / piece_seconds(contexts_ / double(pieces_));
     }
     std::uint64_t pieces() const { return pieces_; }

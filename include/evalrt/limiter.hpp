@@ -20,9 +20,10 @@ struct LimiterOptions {
 /// Finds the knee: the number in flight from where on more of them bring no more tokens a second.
 /// It doubles as long as that pays, keeps what pays a little, takes back what does not, and looks
 /// again now and then. Latency says nothing here: it grows with the batch by design, and local
-/// servers queue instead of refusing. A server that refuses gets three quarters, and then one more
-/// a round, up to what it refused. Where each arrival and departure costs a copy of the batch
-/// (repack), short answers get a narrower one: sqrt(repack * tokens of a mean answer), down to 16.
+/// servers queue instead of refusing. A server that refuses gets three quarters, and then each
+/// round half of what is left up to what it refused; where that is refused again, what it had
+/// before. Where each arrival and departure costs a copy of the batch (repack), short answers get a
+/// narrower one: sqrt(repack * tokens of a mean answer), down to 16.
 ///
 /// Deterministic given its calls. No clock: time is passed in and never goes backwards.
 class Limiter {
@@ -55,14 +56,16 @@ public:
     /// A request has its first token.
     void first_text(Point now) { arrived(now); }
 
-    /// Output tokens have arrived. `full`: the limit is reached and more is waiting; only then a
-    /// rate says what the limit is worth.
+    /// Output tokens have arrived. `full`: the limit is reached and more is waiting; only such
+    /// times say what the limit is worth.
     void tokens(double count, bool full, Point now) {
         if (most_ == start_ || recovering_ || phase_ == Phase::settling) return;
-        if (!full || since_ == Point{}) return begin(now);
-        count_ += count;
-        const std::chrono::duration<double> passed = now - since_;
-        if (count_ >= window * limit_ && passed >= shortest) decide(count_ / passed.count(), now);
+        if (full && last_ != Point{}) {
+            count_ += count;
+            passed_ += now - last_;
+        }
+        last_ = full ? now : Point{};
+        if (count_ >= window() && passed_ >= shortest) decide(count_ / passed_.count(), now);
     }
 
     /// A request was answered, with so many tokens where that is known.
@@ -72,7 +75,7 @@ public:
         if (++good_ < limit_) return;
         good_ = 0; // a round
         if (recovering_) {
-            if (limit_ < target()) raise(limit_ + 1);
+            if (limit_ < target()) raise((limit_ + target() + 1) / 2);
             if (limit_ >= target()) recover();
         } else if (limit_ == ceiling_ && ceiling_ < most_ && ++quiet_ >= patience) {
             quiet_ = 0;
@@ -85,8 +88,8 @@ public:
     /// included. To be told once for all that are refused together.
     void overloaded(unsigned running) {
         if (raised_) {
-            ceiling_ = std::max(limit_ - 1, 1u); // it was the last one that was too many
-            reduce(ceiling_);
+            ceiling_ = std::max(limit_ - 1, 1u); // the last ones were too many
+            reduce(limit_ - raised_);
         } else {
             reduce(std::min(limit_, running) * 3 / 4);
         }
@@ -98,11 +101,11 @@ public:
     }
 
 private:
-    static constexpr double window = 6; // tokens of each stream
-    static constexpr std::chrono::duration<double> shortest{0.25};
+    static constexpr std::chrono::duration<double> shortest{0.1};
     static constexpr unsigned patience = 8; // rounds, windows
-    static constexpr double elastic = 0.2;  // d ln(rate) / d ln(limit) that is worth doubling for
+    static constexpr double elastic = 0.1;  // d ln(rate) / d ln(limit) that is worth doubling for
     static constexpr double worthwhile = 1.03;
+    static constexpr double sure = 3; // windows, to take a limit back
     static constexpr double prior = 4;
     // Measured on mlx_lm.server, answers of 9 tokens: 8 at once 55 s, 13 46 s, 16 41 s.
     static constexpr unsigned narrowest = 16;
@@ -119,6 +122,13 @@ private:
         ++answers_;
     }
 
+    // Tokens: six of each stream; where answers are short, so that they are prefilled and decoded
+    // together, a round and a half.
+    double window() const {
+        const double mean = seen_ ? answer_tokens_ / answers_ : 100;
+        return limit_ * (mean <= 16 ? std::max(1.5 * mean, 2.0) : 6);
+    }
+
     // Those that a new limit lets in have to be past their prefill first.
     void settle(unsigned arrivals) {
         phase_ = arrivals > 0 ? Phase::settling : Phase::measuring;
@@ -133,11 +143,16 @@ private:
     }
 
     void begin(Point now) {
-        since_ = now;
+        last_ = now;
         count_ = 0;
+        passed_ = {};
     }
 
     void decide(double rate, Point now) {
+        // Those that come together are prefilled together: one look may fall on that.
+        if (best_ != 0 && limit_ != best_ && rate <= worthwhile * best_rate_ &&
+            count_ < sure * window())
+            return;
         begin(now);
         if (best_ == 0 || limit_ == best_) {
             // At what is known to be good.
@@ -178,15 +193,16 @@ private:
         if (!recovering_) before_ = limit_;
         limit_ = std::max(to, 1u);
         recovering_ = limit_ < target();
-        climbing_ = raised_ = false;
+        climbing_ = false;
+        raised_ = 0;
         good_ = quiet_ = 0;
         best_ = 0;
         if (!recovering_) settle(0);
     }
 
     void raise(unsigned to) {
+        raised_ = to - limit_;
         limit_ = to;
-        raised_ = true;
         best_ = 0;
     }
 
@@ -202,14 +218,15 @@ private:
     unsigned before_ = 0; // the limit before it was reduced
     Phase phase_ = Phase::measuring;
     unsigned awaited_ = 0; // first tokens until the new limit is in force
-    Point since_{};        // of the window
-    double count_ = 0;     // tokens in it
-    unsigned best_ = 0;    // the best limit so far, and its rate
+    Point last_{};         // the last tokens, if the limit was reached
+    double count_ = 0;     // tokens of the window
+    std::chrono::duration<double> passed_{};
+    unsigned best_ = 0; // the best limit so far, and its rate
     double best_rate_ = 0;
     unsigned held_ = 0;             // windows since the last look further up
     unsigned good_ = 0, quiet_ = 0; // answers of the round; rounds without a refusal
     bool climbing_ = true, recovering_ = false;
-    bool raised_ = false;                             // by one, since it was reduced
+    unsigned raised_ = 0; // by so many, the last time since it was reduced
     double repack_, answer_tokens_ = 0, answers_ = 0; // expected or seen
     bool seen_ = false;
 };

@@ -63,6 +63,8 @@ int run(std::vector<std::string> arguments) {
         if (name == "sessions") row.sessions = n;
         if (name == "cache") row.cache_tokens = n;
         if (name == "shared") row.shared_tokens = n;
+        if (name == "start") row.in_flight = n;
+        if (name == "most") row.most_in_flight = n;
         return true;
     });
     const auto least = least_prefill(jobs, config.page);

@@ -296,3 +296,28 @@ TEST_CASE("a conversation's turns follow one another, and find what was said bef
                   1.05 * double(least_prefill(suite.jobs(), config.page)));
     }
 }
+
+TEST_CASE("whatever the length of the answers, the number in flight is found by itself") {
+    double sum = 0;
+    int count = 0;
+    for (const unsigned output : {3, 30, 90, 300}) { // some 1, 10, 30 and 100 tokens
+        const auto suite = groups(20, 15, 300, 60, output);
+        for (const auto* name : {"vllm", "sglang"})
+            for (const auto& [start, most] : {std::pair(16u, 64u), std::pair(64u, 256u)}) {
+                CAPTURE(name, output, start, most);
+                const auto config = engine_config(name);
+                auto row = engine_row(config);
+                row.in_flight = start; // as behind an address of which nothing is known
+                row.most_in_flight = most;
+                double best = 1e9;
+                for (const unsigned width : {most / 4, most / 2, most})
+                    best = std::min(best, run(suite, config, row, {true, width}).seconds);
+                const auto found = run(suite, config, row);
+                CAPTURE(found.limit, found.after_fifth);
+                CHECK(found.seconds <= 1.4 * best); // of two seconds in all
+                sum += found.seconds / best;
+                ++count;
+            }
+    }
+    CHECK(sum <= 1.1 * count);
+}

@@ -145,7 +145,7 @@ public:
                 ++server.beside;
             if (!had_text) // it came in one piece
                 server.limiter.tokens(double(response.usage.completion_tokens.value_or(1)),
-                                      full(server, 1), now);
+                                      full(server), now);
             server.limiter.answered(now, response.usage.completion_tokens);
             stats_.most_limit = std::max(stats_.most_limit, limit());
             retry_.succeeded(item.retry);
@@ -383,6 +383,7 @@ private:
         Breaker breaker;
         unsigned running = 0, with_text = 0; // with_text: of those
         bool refilling = true;
+        bool bound = false; // more would run if it might
         Point paused_until{};
         unsigned refusals = 0;                  // for its load, with no answer between
         std::uint64_t pieces = 0, together = 0; // of text; while another one had text, too
@@ -452,6 +453,7 @@ private:
         for (std::size_t i = 0; i < servers_.size(); ++i) {
             const auto why = shut(servers_[i], now);
             open |= why.empty();
+            servers_[i].bound |= why == "limit";
             if (gate.empty()) gate = why;
             if (servers_.size() > 1) planner_.admit(unsigned(i), why.empty());
         }
@@ -466,6 +468,7 @@ private:
         }
         if (!pick) {
             held_until_ = planner_.wake();
+            for (auto& it : servers_) it.bound &= !shut(it, now).empty();
             return closed(planner_.holds());
         }
         --waiting_;
@@ -556,11 +559,8 @@ private:
         items_.erase(it);
     }
 
-    // Between an answer's end and the next one's start a few places are free for a moment.
-    bool full(const Server& server, unsigned ended = 0) const {
-        const auto limit = server.limiter.limit();
-        return server.running + ended + std::max(limit / 8, 1u) > limit && waiting_ > 0;
-    }
+    // Between answers' ends and the next ones' start places are free for a moment.
+    bool full(const Server& server) const { return server.bound && waiting_ > 0; }
 
     void account(Point now) {
         if (since_ != Point{})

@@ -22,6 +22,8 @@
 #include <sstream>
 #include <unordered_set>
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -117,6 +119,27 @@ private:
 
     std::string path_;
     bool stdout_ = false, through_ = false;
+};
+
+// One merge at a time writes to a folder: the second one finds what the first has made. Where a
+// file system has no locks, there is none.
+class FolderLock {
+public:
+    explicit FolderLock(const std::string& file) {
+        std::error_code none;
+        const auto whole = std::filesystem::absolute(file, none);
+        const auto folder = std::filesystem::weakly_canonical(whole, none).parent_path();
+        fd_ = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (fd_ >= 0) ::flock(fd_, LOCK_EX);
+    }
+    FolderLock(const FolderLock&) = delete;
+    FolderLock& operator=(const FolderLock&) = delete;
+    ~FolderLock() {
+        if (fd_ >= 0) ::close(fd_);
+    }
+
+private:
+    int fd_;
 };
 
 // "2, 5-7 and 12 more"
@@ -396,6 +419,7 @@ int merge(const std::string& to, const std::vector<std::string>& shards, const s
                 fmt::format("{} is to be joined, and to be written: give a new file (the file to "
                             "write comes first: evalrt merge OUT SHARD...)",
                             path));
+    const FolderLock alone(to);
     Target out;
     if (const auto why = out.open(to); !why.empty()) return fail(why);
     std::optional<Kind> kind;

@@ -861,6 +861,24 @@ class Names(WithServers):
         (self.dir / "o.2.lock").write_text((self.dir / "o.0").read_text())  # of that name
         self.assertEqual(self.merge("y", "o.2.lock", "o.1")[0], 0)
 
+    def test_of_two_merges_at_once_one_writes(self):
+        _, url = self.server()
+        self.parts(self.groups(40), url, url)
+        for parts in (("o.0", "o.1"), ("j.0", "j.1")):
+            for _ in range(8):
+                both = [
+                    subprocess.Popen(
+                        [self.evalrt(), "merge", "x", *parts], cwd=self.dir, stderr=subprocess.PIPE, text=True
+                    )
+                    for _ in range(2)
+                ]
+                said = [it.communicate()[1] for it in both]
+                self.assertEqual(sorted(it.returncode for it in both), [0, 2], said)
+                late = said[[it.returncode for it in both].index(2)]
+                self.assertIn("x is there already", late)
+                self.assertFalse([name for name in self.files() if "merging" in name])
+                (self.dir / "x").unlink()
+
     def test_what_does_not_fit_leaves_nothing_behind(self):
         _, url = self.server()
         self.parts(self.groups(12), url, url)

@@ -768,6 +768,7 @@ std::shared_ptr<Job> Core::start(const Call& call, const Asked& asked, std::uint
     request.endpoint = job->endpoint;
     request.body = job->body;
     request.client = call.client;
+    request.conversation = job->turn.conversation;
     if (job->turn.turn > 0) {
         ++stats.continued;
         if (job->body.view().size() >= long_conversation) {

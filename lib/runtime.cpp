@@ -670,6 +670,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             spread->let_in(n);
             return scheduler->server_back();
         }
+        spread->stays_out(n);
         if (failure.code == asio::error::invalid_argument) spread->bar(n);
         if (before.detail != failure.detail)
             say(fmt::format("{}: {}; it stays out, and is looked at again", address(n),

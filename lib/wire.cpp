@@ -312,6 +312,7 @@ Prompt read_prompt(const Request& request, const BackendRow& row) {
     parts.turn = request.turn;
     parts.pause = request.pause;
     parts.client = request.client;
+    parts.conversation = request.conversation;
     thread_local std::vector<Member> list; // its memory serves all requests
     thread_local std::vector<std::string_view> messages;
     messages.clear();

@@ -37,7 +37,8 @@ struct Prompt {
     /// What it has that keeps some servers from batching: 1 a penalty or logit_bias, 2 a seed. No
     /// planner asks.
     unsigned unusual = 0;
-    std::uint32_t client = 0; ///< whose it is: those of several go by turns
+    std::uint32_t client = 0;       ///< whose it is: those of several go by turns
+    std::uint64_t conversation = 0; ///< see Request::conversation; a RadixPlanner does not ask
     /// Of the bytes, those of the system prompt and the tools, if they come first. A server that
     /// pads computes them in a step of their own.
     std::size_t front = 0;

@@ -71,8 +71,11 @@ struct Request {
     Text body;                                     ///< one JSON object
     std::string session;                           ///< turns of one conversation share it
     int turn = 0;
-    std::chrono::milliseconds pause{0};    ///< see Prompt::pause
-    std::uint32_t client = 0;              ///< whose it is: those of several go by turns
+    std::chrono::milliseconds pause{0}; ///< see Prompt::pause
+    std::uint32_t client = 0;           ///< whose it is: those of several go by turns
+    /// Of which it is a turn, where nothing else is known of that: of several servers, the one that
+    /// had the turn before gets it, if it has not much more to do than others. 0: of none.
+    std::uint64_t conversation = 0;
     std::string name;                      ///< what the caller calls it: for a journal, never sent
     std::chrono::milliseconds deadline{0}; ///< from submission to completion; zero: none
     bool stream = false;                   ///< the caller wants the text piece by piece

@@ -27,8 +27,11 @@ namespace evalrt::detail {
 /// they were in, and who sends refuses: so it is found out that no server is there.
 ///
 /// What one server refuses (its body, its length) another one is asked next: it may be the server.
+/// If others have answered what it refused, and it goes out, what else it has refused is not held
+/// against the items.
 /// One that refuses many in a row is held until others have said what they make of some of these:
-/// it gets one request now and then.
+/// it gets one request now and then. The last one that is in, and refuses or fails many in a row,
+/// rests until the others were looked at; then it gets twice as many, and so on.
 class ReplicaPlanner final : public PrefixPlanner {
 public:
     using Make = std::function<std::unique_ptr<PrefixPlanner>()>;
@@ -37,14 +40,19 @@ public:
         Make make{};                   ///< a server's; none: a RadixPlanner with these options
         /// From going out to being looked at; doubled each time that it goes out unproven.
         std::chrono::milliseconds pause{5000}, longest_pause{60000};
-        std::size_t remembered = 4096;         ///< conversations of which nothing waits or runs
-        std::chrono::milliseconds busy{30000}; ///< of turning all away, until one goes out
+        std::size_t remembered = 4096; ///< conversations of which nothing waits or runs
+        /// A server with more to do than this and twice what the idlest one has gets no more of the
+        /// conversations (Request::conversation) whose last turns it had.
+        std::size_t busier = 4;
+        std::chrono::milliseconds busy{30000};  ///< of turning all away, until one goes out
+        std::chrono::milliseconds asked{10000}; ///< the longest Retry-After that is waited for
         /// Without a sign of life, at least; and four times what the longest answer took.
         std::chrono::milliseconds silence{60000};
         std::chrono::milliseconds held{1000}; ///< from a failure of a held server to its next one
-        /// Of an item that all have failed that are in, for one that is out; once if it is refused,
-        /// else twice. Meanwhile a look comes after a fifth of its time.
-        std::chrono::milliseconds wait{1500};
+        /// An item that all have failed that are in waits, twice, until those that are out were
+        /// looked at, at most so long; and so does the last one that is in and only fails.
+        /// Meanwhile a look comes after so long.
+        std::chrono::milliseconds wait{15000}, soon{2000};
     };
     struct Count {
         std::uint64_t sent = 0;
@@ -99,6 +107,10 @@ public:
                     wake_ = std::min(wake_, at);
                     continue;
                 }
+            }
+            if (!another_up(i) && rests(server, now)) {
+                wake_ = std::min(wake_, now + recheck);
+                continue;
             }
             if (own(server) == 0) steal(i, server.proven);
             feed(server);
@@ -223,7 +235,8 @@ public:
         passing, ///< 5xx, what is no answer
         lasting, ///< the key, the quota, a model that it has not
     };
-     /// It has failed this one, which may be for its load: the answer is late, or cut short. True:
+
+    /// It has failed this one, which may be for its load: the answer is late, or cut short. True:
     /// another one is in that has not, or may be soon: that is not held against the item.
     bool failed(std::size_t server, RequestId id, Fault fault = Fault::passing) {
         const auto it = items_.find(id);
@@ -241,7 +254,7 @@ public:
         return true;
     }
 
-   struct Verdict {
+    struct Verdict {
         bool elsewhere = false; ///< it is not held against the item: another server is asked
         bool out = false;       ///< with that the server has gone out
         bool held = false;      ///< with that it is held; said once until it answers again
@@ -254,6 +267,7 @@ public:
         const bool others = failed(server, id, fault);
         it.broken = 0;
         ++it.failed;
+        ++it.streak;
         if (!another_up(server)) return {others};
         const bool its_own = !it.answered || fault == Fault::lasting;
         return {its_own || others, too_often(server, its_own ? few : many)};
@@ -265,14 +279,14 @@ public:
                  std::chrono::milliseconds asked = {}) {
         auto& it = servers_[server];
         it.broken = 0;
-        if (!it.proven && asked <= options_.busy) {
+        if (!it.proven && asked <= options_.asked) {
             const bool gone = failed(server, Fault::passing, id).out;
             return {it.out && another_up(server), gone};
         }
         if (it.busy_since == Point{}) it.busy_since = now;
         if (!another_up(server)) return {};
         if (it.out) return {true};
-        if (asked <= options_.busy && now - it.busy_since < options_.busy) return {};
+        if (asked <= options_.asked && now - it.busy_since < options_.busy) return {};
         leave_out(server);
         it.look_after = std::clamp(asked, it.look_after, options_.longest_pause);
         return {true, true};
@@ -282,9 +296,12 @@ public:
     Verdict refused(std::size_t server, RequestId id) {
         auto& it = servers_[server];
         it.broken = 0;
+        ++it.streak;
         const auto found = items_.find(id);
         if (found == items_.end() || bit(server) == 0) return {};
         auto& item = found->second;
+        for (std::size_t i = 0; i < servers_.size(); ++i)
+            if (servers_[i].wrong >= few) item.refused_at &= ~bit(i); // no judge of anything now
         const auto others = item.refused_at & ~bit(server);
         item.refused_at |= bit(server);
         item.failed_at |= bit(server);
@@ -298,18 +315,18 @@ public:
             checked(item);
             return {};
         }
-        if (!left) {
-            if (others) return {};
-            // Alone as it is, it is no judge.
-            if (it.wrong < few) return {item.waits == 0 && waits(item)};
+        if (!left && it.wrong >= few && item.shown < many) { // alone as it is, it is no judge
+            ++item.shown;
             if (it.out) return {true, false};
             leave_out(server);
             return {true, true};
         }
-        ++item.shown;
+        if (!left && !waits(item)) return {};
         ++it.in_a_row;
         it.checks += !(item.checking & bit(server));
         item.checking |= bit(server);
+        if (!left) return {true};
+        ++item.shown;
         it.failed += !it.answered; // of one that answers, what others take counts
         const bool gone = too_often(server, few);
         return {true, gone, !gone && up(server) && held(it) && !std::exchange(it.said, true)};
@@ -319,11 +336,13 @@ public:
     void leave_out(std::size_t server) {
         auto& it = servers_[server];
         it.out = true;
-        it.soon = false;
+        it.soon = it.looking = false;
         it.since = it.busy_since = Point{};
         it.look_after = it.pause;
         it.pause = std::min(2 * it.pause, options_.longest_pause);
         it.planner->cache_lost();
+        if (it.wrong > 0)
+            for (auto& [id, item] : items_) item.refused_at &= ~bit(server);
         hand_over(server);
     }
 
@@ -337,17 +356,25 @@ public:
         enter(server);
     }
 
-    /// Those that are out and to be looked at now.
+    /// It was looked at, and is not.
+    void stays_out(std::size_t server) {
+        servers_[server].looking = false;
+        servers_[server].looked = servers_[server].look;
+    }
+
+    /// Those that are out and to be looked at now; what comes of it is let_in() or stays_out().
     std::vector<std::size_t> due(Point now) {
         std::vector<std::size_t> list;
         for (std::size_t i = 0; i < servers_.size(); ++i) {
             auto& it = servers_[i];
-            if (!it.out) continue;
+            if (!it.out || it.looking) continue;
             if (it.since == Point{}) it.since = now;
-            const auto after = it.look_after / (it.soon ? 5 : 1);
+            const auto after = it.soon ? std::min(options_.soon, it.look_after) : it.look_after;
             if (now - it.since < after) continue;
             it.since = now;
             it.soon = false;
+            it.looking = true;
+            it.look = ++looks_;
             list.push_back(i);
         }
         return list;
@@ -360,10 +387,11 @@ public:
     unsigned running(std::size_t server) const { return servers_[server].running; }
 
 private:
-    static constexpr unsigned too_many = 2;      // broken connections
-    static constexpr unsigned few = 3, many = 8; // failures with no answer between
-    static constexpr unsigned most_waits = 2;    // of an item for servers that are out
-    static constexpr std::size_t window = 512;   // in a server's planner at once
+    static constexpr unsigned too_many = 2;                  // broken connections
+    static constexpr unsigned few = 3, many = 8;             // failures with no answer between
+    static constexpr unsigned most_waits = 2;                // of an item for servers that are out
+    static constexpr std::chrono::milliseconds recheck{250}; // of those that wait so
+    static constexpr std::size_t window = 512;               // in a server's planner at once
     static constexpr std::size_t none = ~std::size_t(0);
 
     enum class Place { nowhere, fresh, queued, fed, running };
@@ -388,7 +416,8 @@ private:
         std::uint64_t refused_at = 0; // of these
         std::uint64_t checking = 0;   // what these refused is being asked elsewhere
         unsigned waits = 0;           // times that it was to wait for one that is out
-        bool waiting = false;         // for that
+        bool waiting = false;         // for a look at each that is after this one:
+        std::uint64_t waits_since = 0;
         Point wait_until{};
         unsigned shown = 0; // times that another one was asked so
         Point sent{};
@@ -401,11 +430,15 @@ private:
         std::deque<RequestId> fed;   // in it, in the order of the plan; some may have gone
         std::size_t waiting = 0;     // in the planner
         unsigned running = 0, broken = 0, failed = 0;
-        unsigned moved = 0;    // of those that run
-        unsigned checks = 0;   // what it refused, and others are asked now
-        unsigned in_a_row = 0; // refusals since its last answer, that others were asked for
-        unsigned wrong = 0;    // others answered what it refused, since its last answer
-        bool said = false;     // that it is held, since its last answer
+        unsigned moved = 0;       // of those that run
+        unsigned checks = 0;      // what it refused, and others are asked now
+        unsigned in_a_row = 0;    // refusals since its last answer, that others were asked for
+        unsigned wrong = 0;       // others answered what it refused, since its last answer
+        unsigned streak = 0;      // of refusals and failures since its last answer
+        unsigned rests_at = many; // such a one
+        std::optional<std::uint64_t> rests_since{}; // for a look at those out after this one
+        Point rests_until{};
+        bool said = false; // that it is held, since its last answer
         bool open = true, out = false, proven = true, barred = false;
         bool answered = false; // since it is in
         std::chrono::milliseconds pause{}, look_after{};
@@ -414,10 +447,15 @@ private:
         Point busy_since{};  // it turns all away
         Point failed_last{}; // an attempt there
         bool soon = false;   // it is out, and somebody waits for it
+        bool looking = false;
+        std::uint64_t look = 0, looked = 0; // the last one, and the last that is over
         Count count;
     };
 
     static std::size_t own(const Server& it) { return it.queue.size() + it.waiting; }
+    std::size_t load(std::size_t server) const {
+        return own(servers_[server]) + servers_[server].running;
+    }
 
     // What others say to what it has refused is waited for, where there are others that go on.
     static bool held(const Server& it) {
@@ -440,7 +478,8 @@ private:
 
     static void prove(Server& it) {
         it.proven = it.answered = true;
-        it.failed = it.broken = it.wrong = it.in_a_row = 0;
+        it.failed = it.broken = it.wrong = it.in_a_row = it.streak = 0;
+        it.rests_at = many;
         it.said = false;
         it.busy_since = Point{};
     }
@@ -480,13 +519,12 @@ private:
 
     // Of those that are in, without these: the one with the least to do.
     std::size_t best(std::uint64_t without) const {
-        const auto load = [this](std::size_t i) {
-            const auto& it = servers_[i];
-            return std::tuple(!it.proven, !it.answered, own(it) + it.running);
+        const auto rank = [this](std::size_t i) {
+            return std::tuple(!servers_[i].proven, !servers_[i].answered, load(i));
         };
         std::size_t found = none;
         for (std::size_t i = 0; i < servers_.size(); ++i)
-            if (up(i) && !(without & bit(i)) && (found == none || load(i) < load(found))) found = i;
+            if (up(i) && !(without & bit(i)) && (found == none || rank(i) < rank(found))) found = i;
         return found;
     }
 
@@ -495,11 +533,34 @@ private:
         if (item.session) item.session->failed_at |= bit(server);
     }
 
+    // Whether all that are out were looked at after that look.
+    bool all_looked_at(std::uint64_t since) const {
+        return std::all_of(servers_.begin(), servers_.end(),
+                           [&](const Server& it) { return !it.out || it.looked > since; });
+    }
+
+    // Others may be well again, before all is spent on this one.
+    bool rests(Server& server, Point now) {
+        if (!server.answered || server.streak < server.rests_at || !any_out()) return false;
+        if (!server.rests_since) {
+            server.rests_since = looks_;
+            server.rests_until = now + options_.wait;
+        }
+        if (now >= server.rests_until || all_looked_at(*server.rests_since)) {
+            server.rests_since.reset();
+            server.rests_at *= 2;
+            return false;
+        }
+        for (auto& it : servers_) it.soon |= it.out && it.looked <= *server.rests_since;
+        return true;
+    }
+
     // All that are in have failed it, but others may be well again: those are looked at.
     bool waits(Item& item) {
         if (any_out() && item.waits < most_waits) {
             for (auto& it : servers_) it.soon |= it.out;
             ++item.waits;
+            item.waits_since = looks_;
             item.wait_until = Point{};
             return item.waiting = true;
         }
@@ -509,7 +570,8 @@ private:
     bool still_waits(Item& item, Point now) const {
         if (!item.waiting) return false;
         if (item.wait_until == Point{}) item.wait_until = now + options_.wait;
-        item.waiting = now < item.wait_until && any_out() && best(item.failed_at) == none;
+        item.waiting = now < item.wait_until && best(item.failed_at) == none &&
+                       !all_looked_at(item.waits_since);
         return item.waiting;
     }
 
@@ -588,7 +650,7 @@ private:
         std::erase_if(fresh_, [&](RequestId id) {
             const auto found = items_.find(id);
             if (found == items_.end() || !still_waits(found->second, now)) return false;
-            parked_until_ = std::min(parked_until_, found->second.wait_until);
+            parked_until_ = now + recheck;
             parked_.push_back(id);
             return true;
         });
@@ -611,6 +673,8 @@ private:
                                                : none;
             if (server != none && (up(server) || !any_up()))
                 known.emplace_back(server, id);
+            else if (const auto last = last_turn_at(item); last != none)
+                queue(id, last);
             else
                 ids.push_back(id);
         }
@@ -641,12 +705,32 @@ private:
         return parked_until_;
     }
 
+    // None: nobody knows, it is out, or it has much more to do than others.
+    std::size_t last_turn_at(const Item& item) const {
+        const auto found = talks_.find(item.prompt.conversation);
+        if (found == talks_.end()) return none;
+        const auto server = found->second;
+        if (!up(server) || (kept_from(item) & bit(server))) return none;
+        auto least = load(server);
+        for (std::size_t i = 0; i < servers_.size(); ++i)
+            if (up(i)) least = std::min(least, load(i));
+        return load(server) > 2 * least + options_.busier ? none : server;
+    }
+
+    void had_a_turn(std::uint64_t conversation, std::size_t server) {
+        if (conversation == 0) return;
+        if (talks_.insert_or_assign(conversation, server).second)
+            last_talks_.push_back(conversation);
+        if (last_talks_.size() <= options_.remembered) return;
+        talks_.erase(last_talks_.front());
+        last_talks_.pop_front();
+    }
+
     // Few that come late go to those with the least to do.
     void deal(const std::vector<RequestId>& order, const std::vector<ShardItem>& costs) {
         std::vector<std::size_t> to;
         for (std::size_t i = 0; i < servers_.size(); ++i)
             if (up(i) || !any_up()) to.push_back(i);
-        const auto load = [this](std::size_t i) { return own(servers_[i]) + servers_[i].running; };
         std::stable_sort(to.begin(), to.end(),
                          [&](std::size_t a, std::size_t b) { return load(a) < load(b); });
         const Shards shards(costs, to.size());
@@ -835,6 +919,7 @@ private:
             item.session->server = to;
             item.session->begun = true;
         }
+        had_a_turn(item.prompt.conversation, to);
         --waiting_;
         ++server.running;
         ++server.count.sent;
@@ -847,7 +932,9 @@ private:
     Items items_;
     std::unordered_map<std::string, Session> sessions_;       // never moves them
     std::deque<std::pair<std::uint64_t, std::string>> quiet_; // of which nothing is here
-    std::uint64_t ends_ = 0;
+    std::unordered_map<std::uint64_t, std::size_t> talks_;    // who had the last turn
+    std::deque<std::uint64_t> last_talks_;                    // of these, as they began
+    std::uint64_t ends_ = 0, looks_ = 0;
     std::vector<RequestId> fresh_;  // not planned
     std::vector<RequestId> parked_; // nor to be, until one that is out is in, or then:
     Point parked_until_ = Point::max();

@@ -7,6 +7,7 @@
 #include "journal_file.hpp"
 
 #include "json_text.hpp"
+#include "temporary_folder.hpp"
 #include "url.hpp"
 
 #include <boost/json/object.hpp>
@@ -1065,13 +1066,11 @@ void JournalFile::connect_to_read() {
     auto target = path_;
     std::string copied;
     if (pending) { // somebody's last answers are there: with them, in a place of our own
-        copied = (std::filesystem::temp_directory_path(none) / "evalrt-XXXXXX").string();
-        if (::mkdtemp(copied.data())) {
+        copied = temporary_folder("evalrt", none);
+        if (!none) {
             target = copied + "/journal";
             for (const auto* end : {"", "-wal"})
                 if (!none) std::filesystem::copy_file(path_ + end, target + end, none);
-        } else {
-            none = std::error_code(errno, std::generic_category());
         }
         if (none) {
             std::error_code ignored;
@@ -1358,10 +1357,14 @@ Failure merge_journals(const std::string& path, const std::vector<std::string>& 
                        JournalMerge& out) {
     out = {};
     std::error_code none;
-    if (std::filesystem::exists(path, none) && (!std::filesystem::is_regular_file(path, none) ||
-                                                std::filesystem::file_size(path, none) > 0))
+    const auto is_new = [&]() -> Failure {
+        if (!std::filesystem::exists(path, none) || (std::filesystem::is_regular_file(path, none) &&
+                                                     std::filesystem::file_size(path, none) == 0))
+            return {};
         return {JournalErrc::unwritable,
                 fmt::format("{} is there already: give a new file, or move it away", path)};
+    };
+    if (auto failure = is_new()) return failure;
     // Beside its place until it is whole: half of it would look like a run.
     const auto made = path + ".merging";
     std::unique_ptr<detail::JournalFile> file;
@@ -1374,6 +1377,7 @@ Failure merge_journals(const std::string& path, const std::vector<std::string>& 
         if (failure) break;
     }
     if (!failure) failure = file->added(out);
+    if (!failure) failure = is_new(); // another merge may have been faster
     if (!failure) failure = file->publish(path);
     file.reset();
     if (failure)

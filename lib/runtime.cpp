@@ -8,6 +8,7 @@
 #include "probe.hpp"
 #include "recognise.hpp"
 #include "replica_backend.hpp"
+#include "temporary_folder.hpp"
 #include "url.hpp"
 #include "wire.hpp"
 
@@ -65,13 +66,10 @@ public:
 
     Failure make() {
         std::error_code ec;
-        auto name = (std::filesystem::temp_directory_path(ec) / "evalrt-XXXXXX").string();
-        if (ec || !::mkdtemp(name.data()))
-            return {ec ? error_code(ec) : error_code(errno, boost::system::system_category()),
-                    "cannot make a folder for the server in the folder for temporary files: set "
-                    "TMPDIR to one that can be written"};
-        path_ = name;
-        return {};
+        path_ = detail::temporary_folder("evalrt", ec);
+        if (!ec) return {};
+        return {error_code(ec), "cannot make a folder for the server in the folder for temporary "
+                                "files: set TMPDIR to one that can be written"};
     }
 
     const std::string& path() const { return path_; }

@@ -66,7 +66,7 @@ std::string word(int error) { return std::strerror(error); }
 } // namespace
 
 std::vector<int> stop_signals() {
-    std::vector<int> all{SIGINT, SIGTERM};
+    std::vector<int> all{SIGINT, SIGQUIT, SIGTERM};
     struct sigaction hangup {};
     ::sigaction(SIGHUP, nullptr, &hangup);
     if (hangup.sa_handler != SIG_IGN) all.push_back(SIGHUP);
@@ -186,7 +186,7 @@ std::string Child::start(const std::string& program, const std::vector<std::stri
         if (walls && Walls::mind(errors[1]) != 0) give_up();
         struct sigaction standard {};
         standard.sa_handler = SIG_DFL;
-        for (const int number : {SIGINT, SIGTERM, SIGCHLD, SIGPIPE})
+        for (const int number : {SIGINT, SIGQUIT, SIGTERM, SIGCHLD, SIGPIPE})
             ::sigaction(number, &standard, nullptr);
         ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
         ::execve(program.c_str(), argv.data(), envp.data());
@@ -226,7 +226,7 @@ boost::asio::awaitable<int> Child::wait() {
     } else { // whoever goes on pressing Ctrl-C does not cut our own end short
         sigset_t late;
         ::sigemptyset(&late);
-        for (const int number : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&late, number);
+        for (const int number : {SIGINT, SIGQUIT, SIGTERM, SIGHUP}) ::sigaddset(&late, number);
         ::pthread_sigmask(SIG_BLOCK, &late, nullptr);
     }
     co_return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
@@ -236,8 +236,9 @@ void Child::pass_on(int number) {
     const auto now = std::chrono::steady_clock::now();
     if (now - std::exchange(last_signal_, now) > std::chrono::seconds(10)) in_a_row_ = 0;
     if (++in_a_row_ == 1) {
-        // Ctrl-C has reached it in our group.
-        if (leads_ || number != SIGINT || !in_foreground()) signal(number);
+        // Ctrl-C and Ctrl-\\ have reached it in our group.
+        const bool typed = number == SIGINT || number == SIGQUIT;
+        if (leads_ || !typed || !in_foreground()) signal(number);
     } else if (in_a_row_ == 2) {
         say("the command gets SIGTERM; once more, and it is killed");
         signal(SIGTERM);

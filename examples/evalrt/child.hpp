@@ -53,8 +53,8 @@ public:
                       const std::vector<std::string>& environment,
                       const Confinement* place = nullptr);
 
-    /// Its exit code, 128 and the signal's number if one has ended it. Until then the SIGINT,
-    /// SIGTERM or SIGHUP that we get goes on to it; one more within ten seconds is SIGTERM, a third
+    /// Its exit code, 128 and the signal's number if one has ended it. Until then the first of
+    /// stop_signals() that we get goes on to it; one more within ten seconds is SIGTERM, a third
     /// one SIGKILL. What it leaves in its group gets SIGTERM, and SIGKILL two seconds later.
     boost::asio::awaitable<int> wait();
 

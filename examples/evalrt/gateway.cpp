@@ -22,6 +22,8 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -224,7 +226,6 @@ public:
             say(error.what());
             co_return exit_usage;
         }
-        if (command_.rehearsals > 0) signals_.add(SIGQUIT); // or the copy would stay
         signals_.async_wait([this](error_code ec, int) {
             if (ec) return;
             interrupted_ = true;
@@ -333,13 +334,15 @@ private:
     }
 
     // Where the command is known to write beside its folder: what its arguments name, our output,
-    // and folders of the user's own that variables name.
+    // and files and folders of the user's own that variables name.
     std::vector<std::filesystem::path> other_places() const {
         namespace fs = std::filesystem;
         std::error_code ignored;
         const auto folder = fs::current_path(ignored);
         std::vector<fs::path> places;
-        const auto add = [&](const std::string& name) {
+        const char* home = std::getenv("HOME");
+        const auto add = [&](std::string name) {
+            if (home && (name == "~" || name.starts_with("~/"))) name.replace(0, 1, home);
             if (!name.empty()) places.push_back(fs::absolute(name, ignored).lexically_normal());
         };
         for (const auto& it : command_.child) {
@@ -350,24 +353,28 @@ private:
         for (const auto& it : own_environment()) {
             const auto sign = it.find('=');
             const auto name = it.substr(0, sign), value = it.substr(sign + 1);
+            if ((!value.starts_with('/') && !value.starts_with("~/")) || name == "HOME" ||
+                name == "OLDPWD" || name == "TMPDIR")
+                continue;
+            add(value);
             struct stat what {};
-            if (value.starts_with('/') && name != "HOME" && name != "OLDPWD" && name != "TMPDIR" &&
-                ::stat(value.c_str(), &what) == 0 && S_ISDIR(what.st_mode) &&
-                what.st_uid == ::geteuid())
-                add(value);
+            if (::stat(places.back().c_str(), &what) != 0 || what.st_uid != ::geteuid())
+                places.pop_back();
         }
         return places;
     }
 
-    Snapshot look_around() const {
-        std::error_code ignored;
-        return look_at(std::filesystem::current_path(ignored), other_places());
-    }
-
     // What was written since the rehearsals began and has a placeholder in it.
     std::vector<std::string> find_traces(const std::vector<std::string>& own) {
+        std::error_code ignored;
+        auto written =
+            written_since(begun_, std::filesystem::current_path(ignored), other_places());
+        if (!written.cut.empty())
+            say(fmt::format("there are too many files for all to be looked through for "
+                            "placeholders: look yourself in {}",
+                            listed(written.cut)));
         auto left = most_searched;
-        auto files = with_traces(changed(before_, look_around(), own), rehearsal_.traces(), left);
+        auto files = with_traces(others(std::move(written.files), own), rehearsal_.traces(), left);
         if (left == 0)
             say(fmt::format("only the first {} GB of what was written were looked through for "
                             "placeholders",
@@ -420,7 +427,7 @@ private:
         front.on_answer = {};
         Onlooker onlooker(runtime_->server(), rehearsal_);
         front.server = &onlooker;
-        before_ = look_around();
+        begun_ = std::time(nullptr) - 600; // a file server's clock may be late
         for (unsigned round = 0; round < command_.rehearsals; ++round) {
             const auto begin = Clock::now();
             rehearsal_.begin();
@@ -434,7 +441,7 @@ private:
             }
             // Where the system does not keep it from writing elsewhere, at least its folder tells.
             Snapshot before;
-            if (!can_confine()) before = look_at(folder, {}, 0);
+            if (!can_confine()) before = look_at(folder);
             const auto refused = why_no_own_memory(copy.root().string());
             if (!refused.empty() && round == 0)
                 print(fmt::format("a rehearsed command gets no /dev/shm of its own here ({}){}",
@@ -467,7 +474,7 @@ private:
             if (!can_confine()) {
                 auto own = own_files();
                 own.push_back(copy.root().string());
-                auto files = changed(before, look_at(folder, {}, 0), own);
+                auto files = others(changed(before, look_at(folder)), own);
                 if (files.empty()) files = find_traces(own); // elsewhere
                 if (!files.empty()) {
                     say(fmt::format("the command cannot be rehearsed: although it ran in a copy of "
@@ -643,7 +650,7 @@ private:
     std::unique_ptr<Runtime> runtime_;
     Rehearsal rehearsal_{Rehearsal::new_marker()};
     Stage* rehearsing_ = nullptr;          // while it runs
-    Snapshot before_;                      // the first rehearsal
+    std::time_t begun_ = 0;                // the first rehearsal, or a little before
     std::unique_ptr<Rehearsed> rehearsed_; // null: nothing was
     Report report_;
     Clock::time_point started_;

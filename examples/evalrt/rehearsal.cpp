@@ -1,6 +1,7 @@
 #include "rehearsal.hpp"
 
 #include "json_text.hpp"
+#include "temporary_folder.hpp"
 
 #include <fmt/format.h>
 
@@ -13,11 +14,11 @@
 #include <cstring>
 #include <deque>
 #include <fstream>
+#include <functional>
 #include <random>
 #include <set>
 #include <system_error>
 
-#include <stdlib.h>
 #include <sys/stat.h>
 
 namespace evalrt::program {
@@ -465,17 +466,23 @@ ThrowAway::~ThrowAway() {
 std::string ThrowAway::make(const fs::path& folder, const std::string& spelled) {
     std::error_code ec;
     from_ = fs::canonical(folder, ec);
+    if (ec)
+        return fmt::format("the current folder cannot be read: {}: change to one that is there",
+                           ec.message());
     if (std::error_code none; spelled.starts_with('/') && fs::equivalent(spelled, folder, none))
         spelled_ = spelled;
-    if (ec) return fmt::format("cannot read {}: {}", folder.string(), ec.message());
-    const char* set = std::getenv("TMPDIR");
-    const fs::path temporary_folder = set && *set ? set : "/tmp";
-    auto name = (temporary_folder / "evalrt-rehearsal-XXXXXX").string();
-    if (!::mkdtemp(name.data()))
-        return fmt::format("cannot make a folder for the rehearsal in {}",
-                           temporary_folder.string());
+    const auto too_much = fmt::format(
+        "a rehearsal runs in a copy of the folder, and {} has more than {} files or {} GB: run the "
+        "command from the folder that it writes its results to",
+        from_.string(), most_files, most_bytes / 1'000'000'000);
+    if (!from_.has_filename()) return too_much; // the system's root
+    const auto name = detail::temporary_folder("evalrt-rehearsal", ec);
+    if (ec)
+        return fmt::format("cannot make a folder for the rehearsal: {}: set TMPDIR to one that can "
+                           "be written",
+                           ec.message());
     root_ = fs::canonical(name);
-    folder_ = root_ / (from_.has_filename() ? from_.filename() : "folder");
+    folder_ = root_ / from_.filename();
     fs::create_directory(temporary(), ec);
     if (!ec) fs::create_directory(folder_, ec);
     std::size_t files = 0;
@@ -504,11 +511,7 @@ std::string ThrowAway::make(const fs::path& folder, const std::string& spelled) 
             fs::permissions(to, fs::perms::owner_all, fs::perm_options::add, ec);
         } else if (fs::is_regular_file(status)) {
             bytes += it->file_size(ec);
-            if (++files > most_files || bytes > most_bytes)
-                return fmt::format(
-                    "a rehearsal runs in a copy of the folder, and {} has more than {} files or "
-                    "{} GB: run the command from the folder that it writes its results to",
-                    from_.string(), most_files, most_bytes / 1'000'000'000);
+            if (++files > most_files || bytes > most_bytes) return too_much;
             if (ec) break;
             fs::copy_file(path, to, ec);
             if (ec == std::errc::permission_denied) { // it cannot be read by the command either
@@ -519,7 +522,9 @@ std::string ThrowAway::make(const fs::path& folder, const std::string& spelled) 
         }
         if (ec) break;
     }
-    if (ec) return fmt::format("cannot copy {}: {}", from_.string(), ec.message());
+    if (ec)
+        return fmt::format("cannot copy {} to {}: {}: is there room? TMPDIR names another place",
+                           from_.string(), root_.string(), ec.message());
     return {};
 }
 
@@ -545,63 +550,109 @@ std::string ThrowAway::moved(std::string text) const {
     return text;
 }
 
-Snapshot look_at(const fs::path& folder, const std::vector<fs::path>& elsewhere, std::size_t most) {
-    Snapshot all;
-    std::set<std::pair<dev_t, ino_t>> seen; // by whatever name
-    std::set<dev_t> made_up;                // by the system
-    const auto new_there = [&](const fs::path& path, struct stat& what) {
-        return ::stat(path.c_str(), &what) == 0 && !made_up.contains(what.st_dev) &&
-               seen.emplace(what.st_dev, what.st_ino).second;
-    };
-    // Folders from the outside in.
-    std::deque<fs::path> places{folder}, links;
-    const auto walk = [&](std::size_t left, bool beyond) {
+namespace {
+
+// Files, each once by whatever name, and none of the system's own.
+class Walk {
+public:
+    using Visit = std::function<void(const fs::path&, const struct stat&)>;
+
+    explicit Walk(Visit visit) : visit_(std::move(visit)) {
+        struct stat root {
+        }, what{};
+        if (::stat("/", &root) == 0) is_new(root); // nobody's place
+        for (const auto name : {"/dev", "/proc", "/sys"})
+            if (::stat(name, &what) == 0 && what.st_dev != root.st_dev)
+                made_up_.insert(what.st_dev);
+    }
+
+    // Folders from the outside in. Links are left for later. `left`: files and folders that it may
+    // come by. `again`: the first may have been seen, but not what is in it.
+    void through(std::deque<fs::path>& places, std::size_t& left, std::deque<fs::path>& links,
+                 bool again) {
         for (; !places.empty() && left > 0; places.pop_front()) {
             const auto& path = places.front();
-            std::error_code gone;
             struct stat what {};
-            if (!new_there(path, what)) continue;
-            if (beyond || S_ISREG(what.st_mode)) --left;
-            if (S_ISREG(what.st_mode))
-                all[path.string()] = {std::uintmax_t(what.st_size),
-                                      fs::last_write_time(path, gone)};
+            if (::stat(path.c_str(), &what) != 0 || made_up_.contains(what.st_dev)) continue;
+            const bool fresh = is_new(what);
+            if (!fresh && !std::exchange(again, false)) continue;
+            --left;
+            if (fresh && S_ISREG(what.st_mode)) visit_(path, what);
             if (!S_ISDIR(what.st_mode)) continue;
+            std::error_code gone;
             for (auto it = fs::directory_iterator(path, gone);
                  !gone && it != fs::directory_iterator(); it.increment(gone)) {
                 std::error_code ignored;
                 (it->is_symlink(ignored) ? links : places).push_back(it->path());
             }
         }
-    };
-    walk(ThrowAway::most_files, false);
-    struct stat root {
-    }, what{};
-    new_there("/", root);
-    for (const auto name : {"/dev", "/proc", "/sys"})
-        if (::stat(name, &what) == 0 && what.st_dev != root.st_dev) made_up.insert(what.st_dev);
-    places.assign(elsewhere.begin(), elsewhere.end());
-    const auto before = seen.size();
-    do { // what has a name without a link is known by that
-        places.insert(places.end(), links.begin(), links.end());
-        links.clear();
-        walk(before + most - seen.size(), true);
-    } while (!links.empty() && seen.size() < before + most);
+    }
+
+private:
+    bool is_new(const struct stat& what) { return seen_.emplace(what.st_dev, what.st_ino).second; }
+
+    Visit visit_;
+    std::set<std::pair<dev_t, ino_t>> seen_;
+    std::set<dev_t> made_up_; // by the system
+};
+
+} // namespace
+
+Snapshot look_at(const fs::path& folder) {
+    Snapshot all;
+    Walk walk([&](const fs::path& path, const struct stat& what) {
+        std::error_code gone;
+        all[path.string()] = {std::uintmax_t(what.st_size), fs::last_write_time(path, gone)};
+    });
+    std::deque<fs::path> places{folder}, links;
+    auto left = 2 * ThrowAway::most_files;
+    walk.through(places, left, links, false);
     return all;
 }
 
-std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
-                                 const std::vector<std::string>& own) {
-    std::vector<std::string> all;
-    const auto add = [&](const std::string& file) {
-        if (std::none_of(own.begin(), own.end(),
-                         [&](const auto& it) { return !it.empty() && file.starts_with(it); }))
-            all.push_back(file);
+Written written_since(std::time_t since, const fs::path& folder,
+                      const std::vector<fs::path>& elsewhere, std::size_t most) {
+    Written all;
+    Walk walk([&](const fs::path& path, const struct stat& what) {
+        // The latter is set by whoever copies an old file.
+        if (std::max(what.st_mtime, what.st_ctime) >= since) all.files.push_back(path.string());
+    });
+    struct Root {
+        fs::path path;
+        std::size_t left;
+        std::deque<fs::path> places{path}, links{};
     };
-    for (const auto& [file, state] : after)
-        if (const auto it = before.find(file); it == before.end() || it->second != state) add(file);
-    for (const auto& [file, state] : before)
-        if (!after.contains(file)) add(file);
+    std::vector<Root> roots{{folder, 2 * ThrowAway::most_files}};
+    for (const auto& it : elsewhere) roots.push_back({it, most});
+    for (auto& it : roots) walk.through(it.places, it.left, it.links, true);
+    roots.front().left = most;
+    for (auto& it : roots) { // what has a name without a link is known by that
+        while (!it.links.empty() && it.left > 0) {
+            it.places.swap(it.links);
+            walk.through(it.places, it.left, it.links, false);
+        }
+        if (!it.places.empty() || !it.links.empty()) all.cut.push_back(it.path.string());
+    }
     return all;
+}
+
+std::vector<std::string> changed(const Snapshot& before, const Snapshot& after) {
+    std::vector<std::string> all;
+    for (const auto& [file, state] : after)
+        if (const auto it = before.find(file); it == before.end() || it->second != state)
+            all.push_back(file);
+    for (const auto& [file, state] : before)
+        if (!after.contains(file)) all.push_back(file);
+    return all;
+}
+
+std::vector<std::string> others(std::vector<std::string> files,
+                                const std::vector<std::string>& own) {
+    std::erase_if(files, [&](const std::string& file) {
+        return std::any_of(own.begin(), own.end(),
+                           [&](const auto& it) { return !it.empty() && file.starts_with(it); });
+    });
+    return files;
 }
 
 std::vector<std::string> with_traces(const std::vector<std::string>& files, const Traces& traces,

@@ -9,6 +9,7 @@
 #include <bitset>
 #include <chrono>
 #include <cstdint>
+#include <ctime>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -165,17 +166,26 @@ private:
     std::string spelled_;
 };
 
-/// What folders have in them: enough to see that it has changed.
+/// What a folder has in it, but behind links: enough to see that it has changed.
 using Snapshot = std::map<std::string, std::pair<std::uintmax_t, std::filesystem::file_time_type>>;
-/// Of the folder and of other places: folders or files, and what links in any of them lead to, each
-/// folder once. Elsewhere, what is behind links out of the folder included, not more than `most`
-/// files and folders, those near to where it begins first; none of the system's own.
-Snapshot look_at(const std::filesystem::path& folder,
-                 const std::vector<std::filesystem::path>& elsewhere = {},
-                 std::size_t most = 10'000);
-/// The files that are not as they were, or are gone; none of which is in `own`.
-std::vector<std::string> changed(const Snapshot& before, const Snapshot& after,
-                                 const std::vector<std::string>& own);
+Snapshot look_at(const std::filesystem::path& folder);
+/// The files that are not as they were, or are gone.
+std::vector<std::string> changed(const Snapshot& before, const Snapshot& after);
+
+struct Written {
+    std::vector<std::string> files;
+    std::vector<std::string> cut; ///< places that have more than is looked at
+};
+/// What was written then or later: in the folder and in other places, folders or files, and in what
+/// links in any of them lead to; each file once. Of each other place, and behind the folder's
+/// links, not more than `most` files and folders, the outer ones first; none of the system's own.
+Written written_since(std::time_t since, const std::filesystem::path& folder,
+                      const std::vector<std::filesystem::path>& elsewhere = {},
+                      std::size_t most = 100'000);
+
+/// Those whose names do not begin with one of `own`.
+std::vector<std::string> others(std::vector<std::string> files,
+                                const std::vector<std::string>& own);
 /// Those with something of this rehearsal's placeholders in them. Looks through not more than
 /// `most` bytes of all together, the smallest files first, and takes those off it. Not in what is
 /// compressed.

@@ -962,6 +962,7 @@ if not rehearsed:
         elsewhere = self.dir / "elsewhere"
         elsewhere.mkdir()
         (elsewhere / "old").write_text("evalrt-placeholder-0")
+        (self.dir / "home").mkdir()
         for link, target in (("link", self.dir / "linked"), ("file", self.dir / "new-file")):
             (self.dir / "work").mkdir(exist_ok=True)
             (self.dir / "work" / link).symlink_to(target)
@@ -972,10 +973,11 @@ if not rehearsed:
                 ("open('link/sub', 'w').write(kept)", "", "work/link/sub"),
                 ("open('file', 'w').write(kept)", "", "work/file"),
                 ("open(os.environ['OUT'] + '/by-variable', 'w').write(kept)", "", "elsewhere/by-variable"),
+                ("open(os.path.expanduser(sys.argv[2][6:]), 'w').write(kept)", "--out=~/by-tilde", "by-tilde"),
                 ("print(kept)", "", "stdout")):
             with self.subTest(found), (self.dir / "stdout").open("w") as stdout:
                 _, err = self.rehearse(leak % script, self.daemon(), argument, code=1, clean=False, stdout=stdout,
-                                       variables={"OUT": str(elsewhere)})
+                                       variables={"OUT": str(elsewhere), "HOME": str(self.dir / "home")})
                 self.assertRegex(err, f"placeholders of the rehearsal stand in [^ ]*{found}: these are no results")
 
     def test_a_command_that_waits_for_an_answer_it_likes_is_not_rehearsed_for_ever(self):
@@ -1124,10 +1126,11 @@ def stop(number, _):
 signal.signal(signal.SIGINT, stop)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGHUP, stop)
+signal.signal(signal.SIGQUIT, stop)
 print("ready", flush=True)
 time.sleep(600)
 """
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             with self.subTest(signal=number):
                 # In a session of its own: no terminal would pass the signal on.
                 process = self.popen([*self.openai, "--", sys.executable, "-c", script],
@@ -1136,6 +1139,15 @@ time.sleep(600)
                 process.send_signal(number)
                 out, err = process.communicate(timeout=LONG)
                 self.assertEqual((process.returncode, out), (5, f"got {int(number)}\n"), err)
+
+    def test_under_nohup_the_end_of_a_terminal_ends_nothing(self):
+        script = "print('ready', flush=True); input(); print('done')"
+        process = self.popen([*self.openai, "--", sys.executable, "-c", script], under=("nohup",),
+                             stdin=subprocess.PIPE, start_new_session=True)
+        self.assertEqual(process.stdout.readline(), "ready\n")
+        process.send_signal(signal.SIGHUP)
+        out, err = process.communicate("\n", timeout=LONG)
+        self.assertEqual((process.returncode, out), (0, "done\n"), err)
 
     STUBBORN = """
 import signal, subprocess, sys, time

@@ -1,11 +1,15 @@
 #include "examples/evalrt/rehearsal.hpp"
 
 #include "support/catch.hpp"
+#include "temporary_folder.hpp"
 
 #include <boost/json/parse.hpp>
 #include <boost/json/serialize.hpp>
 #include <boost/json/value.hpp>
 
+#include <algorithm>
+#include <cstdlib>
+#include <ctime>
 #include <fstream>
 
 #include <unistd.h>
@@ -365,6 +369,36 @@ TEST_CASE("a copy has what the folder has, and goes away") {
     CHECK(!fs::exists(copied));
 }
 
+TEST_CASE("what cannot be copied is said with what to do") {
+    ThrowAway root, gone;
+    CHECK(
+        root.make("/").ends_with("run the command from the folder that it writes its results to"));
+    CHECK(gone.make("").ends_with("change to one that is there"));
+}
+
+TEST_CASE("temporary folders are made where TMPDIR says, or in /tmp") {
+    const char* set = std::getenv("TMPDIR");
+    const std::string before = set ? set : "";
+    Folder folder;
+    std::error_code ec;
+    const auto made = [&](const std::string& where) {
+        ::setenv("TMPDIR", where.c_str(), 1);
+        const auto path = detail::temporary_folder("evalrt-test", ec);
+        std::error_code ignored;
+        if (!path.empty()) fs::remove(path, ignored);
+        return path.substr(0, path.rfind('-'));
+    };
+    CHECK(made(folder.path.string()) == folder.path.string() + "/evalrt-test");
+    CHECK(made("") == "/tmp/evalrt-test");
+    CHECK(!ec);
+    CHECK(made(folder.path.string() + "/none").empty());
+    CHECK(ec == std::errc::no_such_file_or_directory);
+    if (set)
+        ::setenv("TMPDIR", before.c_str(), 1);
+    else
+        ::unsetenv("TMPDIR");
+}
+
 TEST_CASE("what names the folder names the copy, and nothing else does") {
     Folder folder;
     ThrowAway copy;
@@ -398,27 +432,31 @@ TEST_CASE("a folder that has changed is seen to, but for our own files") {
     const auto file = folder.write("a", "1").string();
     folder.write("journal", "1");
     const auto before = look_at(folder.path);
-    CHECK(changed(before, look_at(folder.path), {}).empty());
+    const auto found = [&](const Files& own) {
+        return others(changed(before, look_at(folder.path)), own);
+    };
+    CHECK(found({}).empty());
     folder.write("journal-wal", "1");
-    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}).empty());
-    CHECK(changed(before, look_at(folder.path), {}) == Files{folder.path / "journal-wal"});
+    CHECK(found({folder.path / "journal"}).empty());
+    CHECK(found({}) == Files{folder.path / "journal-wal"});
     folder.write("a", "22");
-    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == Files{file});
+    CHECK(found({folder.path / "journal"}) == Files{file});
     fs::remove(file);
-    CHECK(changed(before, look_at(folder.path), {folder.path / "journal"}) == Files{file});
-    CHECK(look_at(folder.path / "none", {folder.path}, 2).size() == 1);
-    CHECK(look_at(folder.path / "journal", {folder.path / "none"}).size() == 1);
+    CHECK(found({folder.path / "journal", ""}) == Files{file});
+    CHECK(look_at(folder.path / "none").empty());
+    CHECK(look_at(folder.path / "journal").size() == 1);
 }
 
-TEST_CASE("a look around follows links, and goes to each place once") {
+TEST_CASE("what was written is found behind links and in other places, each file once") {
     Folder folder, outside;
     const auto here = folder.path.string(), there = outside.path.string();
-    const auto names = [](const Snapshot& all) {
-        std::vector<std::string> list;
-        for (const auto& [file, state] : all) list.push_back(file);
-        return list;
-    };
     using Files = std::vector<std::string>;
+    using Places = std::vector<fs::path>;
+    const auto found = [&](const Places& places = {}, std::size_t most = 1000) {
+        auto written = written_since(0, folder.path, places, most);
+        std::sort(written.files.begin(), written.files.end());
+        return written;
+    };
     folder.write("sub/a", "1");
     outside.write("deep/b", "1");
     outside.write("f", "1");
@@ -428,23 +466,49 @@ TEST_CASE("a look around follows links, and goes to each place once") {
     fs::create_symlink("/", folder.path / "all");
     fs::create_symlink("/proc/self", folder.path / "self");
     fs::create_symlink("none", folder.path / "dangling");
-    CHECK(look_at(folder.path, {}, 0).size() == 1);
-    CHECK(names(look_at(folder.path)) == Files{here + "/sub/a"});
+    CHECK(look_at(folder.path).size() == 1);
+    CHECK(found().files == Files{here + "/sub/a"});
     fs::create_symlink(outside.path / "f", folder.path / "one");
-    CHECK(names(look_at(folder.path)) == Files{here + "/one", here + "/sub/a"});
+    CHECK(found().files == Files{here + "/one", here + "/sub/a"});
     fs::create_symlink(outside.path, folder.path / "out");
-    CHECK(look_at(folder.path).size() == 3);
-    CHECK(look_at(folder.path, {}, 2).size() == 2); // the folder counts, too
+    CHECK(found().files.size() == 3);
+    CHECK(found().cut.empty());
     fs::remove(folder.path / "one");
-    const auto before = look_at(folder.path);
-    outside.write("deep/b", "22");
-    CHECK(changed(before, look_at(folder.path), {}) == Files{here + "/out/deep/b"});
+    CHECK(found().files == Files{here + "/out/deep/b", here + "/out/f", here + "/sub/a"});
     // Behind a link that another place has in it, and by the name without a link.
     Folder third;
     third.write("c", "1");
     fs::create_symlink(third.path, outside.path / "far");
-    CHECK(look_at(folder.path, {there}).contains(there + "/far/c"));
-    CHECK(!look_at(folder.path, {there}).contains(here + "/out/f"));
+    Files all{here + "/sub/a", there + "/deep/b", there + "/f", there + "/far/c"};
+    std::sort(all.begin(), all.end());
+    CHECK(found({there}).files == all);
+
+    // Each place has its own share, and where that ends is told.
+    for (int i = 0; i < 50; ++i) third.write("many/" + std::to_string(i), "1");
+    fs::remove(outside.path / "far");
+    const auto cut = found({third.path, there}, 20);
+    CHECK(cut.cut == Files{third.path});
+    CHECK(std::count(cut.files.begin(), cut.files.end(), there + "/deep/b") == 1);
+    // Also one that is in another.
+    for (int i = 0; i < 50; ++i) third.write("deep/er/" + std::to_string(i), "1");
+    const auto nested = found({third.path, third.path / "deep"}, 20).files;
+    CHECK(std::count_if(nested.begin(), nested.end(),
+                        [](const auto& it) { return it.find("/deep/er/") != it.npos; }) >= 18);
+    // Of the folder itself all is looked at, not all behind its links.
+    fs::create_symlink(third.path, folder.path / "third");
+    for (int i = 0; i < 50; ++i) folder.write("own/" + std::to_string(i), "1");
+    const auto own = found({}, 20);
+    CHECK(own.cut == Files{here});
+    CHECK(std::count(own.files.begin(), own.files.end(), here + "/own/49") == 1);
+
+    // What is older is left alone, but for a copy of something old.
+    const auto later = std::time(nullptr) + 3600;
+    CHECK(written_since(later, folder.path).files.empty());
+    const auto old = fs::file_time_type::clock::now() - std::chrono::hours(1000);
+    fs::last_write_time(outside.path / "f", old);
+    const auto since = std::time(nullptr) - 600;
+    const auto recent = written_since(since, folder.path, {outside.path / "f"}).files;
+    CHECK(std::count(recent.begin(), recent.end(), there + "/f") == 1);
 }
 
 TEST_CASE("files with something of a placeholder in them are found") {

@@ -36,6 +36,13 @@ namespace {
 
 json::value rounded(double value) { return std::round(value * 1000) / 1000; }
 
+// Three digits that say something, of what may be far below one.
+json::value significant(double value) {
+    if (value <= 0) return 0.0;
+    const auto unit = std::pow(10, 2 - std::floor(std::log10(value)));
+    return std::round(value * unit) / unit;
+}
+
 template <class T>
 json::value or_null(const std::optional<T>& value) {
     if (!value) return nullptr;
@@ -121,8 +128,7 @@ void Report::add(const Response& response) {
     }
 }
 
-std::optional<Report::Bound> Report::bound(const SchedulerStats& stats,
-                                           double wall_seconds) const {
+std::optional<Report::Bound> Report::bound(const SchedulerStats& stats, double wall_seconds) const {
     if (stats.prefill_rate <= 0 || stats.decode_rate <= 0 || stats.pieces == 0) return {};
     if (!uncached_.all || !asked_output_.all || asked_output_.value <= 0) return {};
     Bound it{};
@@ -215,7 +221,7 @@ std::string Report::json(const SchedulerStats& stats, double wall_seconds) const
         {"calibration",
          best ? json::value(json::object{{"prefill_tokens_per_second", rounded(best->prefill_rate)},
                                          {"decode_tokens_per_second", rounded(best->decode_rate)},
-                                         {"seconds_per_token", rounded(best->token_seconds)},
+                                         {"seconds_per_token", significant(best->token_seconds)},
                                          {"prefill_tokens", best->prefill_tokens},
                                          {"output_tokens", best->output_tokens},
                                          {"longest_output", best->longest}})

@@ -367,6 +367,22 @@ TEST_CASE("a check of parity stands in the summary when it was made") {
     CHECK(summary(report).at("parity").at("checked") == 0);
 }
 
+TEST_CASE("a token's time has three digits that say something") {
+    Report report;
+    SchedulerStats stats;
+    stats.prefill_rate = 100'000;
+    stats.decode_rate = 50'000;
+    stats.pieces = 20;
+    Response response;
+    response.usage = {100, 40, 20};
+    response.maximum_cached = 60;
+    response.timing.first_text = Timing::Millis(10);
+    response.timing.last_text = Timing::Millis(10 + 19 * 0.12345);
+    report.add(response);
+    const auto token = summary(report, stats, 4)["calibration"].at("seconds_per_token");
+    CHECK(near(token, 0.000123, 1e-6));
+}
+
 TEST_CASE("the bound is what had to be done at the best rates seen") {
     Report report;
     SchedulerStats stats;

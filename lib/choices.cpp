@@ -15,16 +15,20 @@
 
 namespace evalrt::detail {
 
-unsigned repetitions(const Request& request, const BackendRow& row) {
+unsigned choices_asked(const Request& request) {
     constexpr double most = 128; // as OpenAI's own limit
-    const auto& unread = row.ignored;
-    if (std::find(unread.begin(), unread.end(), "n") == unread.end()) return 1;
     if (request.body.view().find("\"n\"") == std::string_view::npos) return 1;
     std::vector<Member> list;
     if (object_error(request.body, &list)) return 1;
     const auto value = member(list, "n");
     const double n = value ? std::strtod(std::string(*value).c_str(), nullptr) : 1;
     return n > 1 && n <= most && n == double(unsigned(n)) ? unsigned(n) : 1;
+}
+
+unsigned repetitions(const Request& request, const BackendRow& row) {
+    const auto& unread = row.ignored;
+    const bool read = std::find(unread.begin(), unread.end(), "n") == unread.end();
+    return read ? 1 : choices_asked(request);
 }
 
 Response merged(std::vector<Response> answers) {

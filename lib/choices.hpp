@@ -9,6 +9,9 @@
 
 namespace evalrt::detail {
 
+/// How many choices a request asks for.
+unsigned choices_asked(const Request& request);
+
 /// How often a request has to be made for all its choices; 1 where the server reads "n".
 unsigned repetitions(const Request& request, const BackendRow& row);
 

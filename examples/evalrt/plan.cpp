@@ -1,6 +1,7 @@
 #include "plan.hpp"
 
 #include "batch.hpp"
+#include "choices.hpp"
 #include "wire.hpp"
 
 #include <fmt/format.h>
@@ -81,6 +82,7 @@ Plan plan(std::size_t count, const std::function<const Request*(std::size_t)>& r
         plan.unbounded += !prompt.output_tokens;
         outputs[i] = std::uint32_t(
             std::clamp<std::int64_t>(prompt.output_tokens.value_or(some_tokens), 0, 1'000'000));
+        outputs[i] *= detail::choices_asked(*it); // the prompt is theirs together
         plan.output_tokens += outputs[i];
         planner.add(i + 1, prompt);
     }

@@ -306,6 +306,16 @@ class Shards(WithServers):
         code, _, err = self.ask("http://127.0.0.1:9/v1", suite, "--dry-run", "--shard", "0/7", "--json", "plan")
         self.assertGreater(json.loads((self.dir / "plan").read_text())["duplicated_tokens"], 200)
 
+    def test_a_dry_run_counts_each_choice_of_a_prompt_and_the_prompt_once(self):
+        plans = []
+        for n in (1, 5):
+            suite = self.suite(line("a", "some words " * 40, max_tokens=50, n=n))
+            code, _, err = self.ask("http://127.0.0.1:9/v1", suite, "--dry-run", "--json", "plan")
+            self.assertEqual(code, 0, err)
+            plans.append(json.loads((self.dir / "plan").read_text()))
+        self.assertEqual([plan["output_tokens"] for plan in plans], [50, 250])
+        self.assertEqual(plans[0]["prompt_tokens"], plans[1]["prompt_tokens"])
+
 
 class SeveralServers(WithServers):
     """An array of parts over servers that serve one model."""

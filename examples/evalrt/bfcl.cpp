@@ -401,7 +401,7 @@ std::filesystem::path result_path(const std::filesystem::path& result_dir, std::
            fmt::format("BFCL_v4_{}_result.json", category);
 }
 
-Result<std::vector<Row>> read_results(const std::filesystem::path& path) {
+Result<std::vector<Row>> read_results(const std::filesystem::path& path, std::string* cut) {
     std::error_code ignored;
     if (!std::filesystem::exists(path, ignored)) return std::vector<Row>{};
     auto text = slurp(path);
@@ -415,10 +415,12 @@ Result<std::vector<Row>> read_results(const std::filesystem::path& path) {
             auto& id = row.string_at("id");
             if (!row.find("traceback")) rows.push_back({id, std::string(line)});
         } catch (const Unusable& unusable) {
-            bool cut_off = line.data() + line.size() == text->data() + text->size();
+            const auto place = fmt::format("{}:{}", path.string(), number);
+            const bool cut_off = line.data() + line.size() == text->data() + text->size();
+            if (cut_off && cut) *cut = place;
             if (!cut_off && !failure)
-                failure = bad_input(fmt::format("{}:{}: {}; remove the line or the file",
-                                                path.string(), number, unusable.why));
+                failure = bad_input(
+                    fmt::format("{}: {}; remove the line or the file", place, unusable.why));
         }
     });
     if (failure) return *failure;

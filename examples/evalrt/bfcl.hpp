@@ -66,8 +66,10 @@ std::filesystem::path result_path(const std::filesystem::path& result_dir, std::
                                   const std::string& category);
 
 /// The answers that a result file holds; none if there is no such file. Rows that bfcl_eval wrote
-/// for its own errors, and a line that was cut off by the end of its process, are no answers.
-Result<std::vector<Row>> read_results(const std::filesystem::path& path);
+/// for its own errors, and a line that was cut off by the end of its process, are no answers; the
+/// place of that goes to `cut`.
+Result<std::vector<Row>> read_results(const std::filesystem::path& path,
+                                      std::string* cut = nullptr);
 
 /// The items that have no row.
 std::vector<Item> unanswered(std::vector<Item> items, const std::vector<Row>& rows);

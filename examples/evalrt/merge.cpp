@@ -54,6 +54,8 @@ Kind kind_of(const std::string& path) {
     return member(list, "id") && member(list, "result") ? Kind::results : Kind::other;
 }
 
+bool is_part(Kind it) { return it == Kind::journal || it == Kind::output || it == Kind::results; }
+
 int fail(std::string_view what) {
     say(what);
     return exit_usage;
@@ -356,9 +358,15 @@ int merge_results(const Target& out, const std::vector<std::string>& shards) {
     std::map<std::string, std::string> results;
     std::string category;
     std::set<std::size_t> numbers;
+    bool whole = true;
     for (const auto& path : shards) {
-        auto rows = bfcl::read_results(path);
+        std::string cut;
+        auto rows = bfcl::read_results(path, &cut);
         if (!rows) return fail(rows.error().detail);
+        if (!cut.empty()) {
+            whole = false;
+            say(cut + " is cut off, and left out");
+        }
         for (auto& row : *rows) {
             const auto [of, number] = bfcl::place(row.id);
             if (category.empty()) category = of;
@@ -386,7 +394,7 @@ int merge_results(const Target& out, const std::vector<std::string>& shards) {
     say(fmt::format("{}: {} rows of {}, {} missing as far as the numbers say", out.name(), count,
                     category, missing.size()));
     if (!missing.empty()) say("missing are the numbers " + ranges(missing));
-    return missing.empty() ? exit_answered : exit_failed;
+    return missing.empty() && whole ? exit_answered : exit_failed;
 }
 
 } // namespace
@@ -427,6 +435,10 @@ int merge(const std::string& to, const std::vector<std::string>& shards, const s
     auto named = shards;
     named.push_back(to); // what a merge that was killed has left of it
     for (const auto& path : shards) {
+        if (out.is_file() && path == to + ".merging" && is_part(kind_of(path)))
+            return fail(fmt::format("{} is where {} would be made: move it away, or give another "
+                                    "file to write to",
+                                    path, to));
         if (belongs_to_another(path, named)) continue;
         if (std::filesystem::exists(path, none) && !std::filesystem::is_directory(path, none) &&
             !std::filesystem::is_regular_file(path, none))

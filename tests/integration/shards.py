@@ -383,6 +383,35 @@ class SeveralServers(WithServers):
             self.assertEqual("servers of different versions" in err, bool(both))
         self.assertIn('8 by "v1", 4 by "v2"', " ".join(json.loads((self.dir / "s").read_text())["notes"]))
 
+    def test_a_gateway_keeps_a_conversation_on_one_server(self):
+        (_, a), (_, b) = self.server("a"), self.server("b")
+        command = """
+import json, os, threading, urllib.request
+def ask(messages):
+    body = {"model": "m", "messages": messages}
+    with urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+            json.dumps(body).encode(), {"Content-Type": "application/json"})) as got:
+        return json.load(got)["choices"][0]["message"]["content"]
+def talk(i):
+    messages = [{"role": "system", "content": "all have this"}]
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"{i} {turn}"})
+        messages.append({"role": "assistant", "content": ask(messages)})
+threads = [threading.Thread(target=talk, args=(i,)) for i in range(16)]
+for it in threads: it.start()
+for it in threads: it.join()
+"""
+        done = subprocess.run([self.evalrt(), "gateway", "--backend", "openai-url", "--url", a, "--url", b, "--no-probe",
+                               "--model", self.model, "--max-in-flight", "16", "--", sys.executable, "-c", command],
+                              cwd=self.dir, capture_output=True, text=True, timeout=LONG, env=self.env())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        talks = [[asked.split()[0] for asked in self.asked_of(name)] for name in "ab"]
+        self.assertEqual(sum(map(len, talks)), 64)
+        # A turn goes elsewhere only if its server has much more to do.
+        apart = set(talks[0]) & set(talks[1])
+        self.assertLessEqual(len(apart), 3, talks)
+        self.assertGreaterEqual(min(map(len, talks)), 8)
+
     def test_a_gateway_says_that_once(self):
         (_, a), (_, b) = self.server("a", version="v1"), self.server("b", version="v2")
         command = """
@@ -862,6 +891,13 @@ class Names(WithServers):
             self.assertEqual(code, 0, err)
             (self.dir / "x").unlink()
         self.assertEqual(self.files() & {"x.merging", "x.merging-wal", "x.merging.new-journal"}, set())
+        # But it may be one.
+        for part in ("o.0", "j.0"):
+            (self.dir / "x.merging").write_bytes((self.dir / part).read_bytes())
+            code, err = self.merge("x", "x.merging", part[0] + ".1")
+            self.assertEqual(code, 2, err)
+            self.assertIn("x.merging is where x would be made", err)
+            (self.dir / "x.merging").unlink()
         # Nor is what a part has made that is only beginning.
         (self.dir / "j.2.lock").write_text("123\n")
         code, err = self.merge("x", "j.0", "j.1", "j.2.lock")
@@ -1080,6 +1116,11 @@ class Bfcl(WithServers):
         code, err = self.merge("refused.json", paths[0], "other_result.json")
         self.assertEqual(code, 2)
         self.assertIn("otherwise", err)
+        # A row that was cut off is not passed over in silence.
+        (self.dir / "cut_result.json").write_text(text + '{"id": "simple_py')
+        code, err = self.merge("uncut.json", "cut_result.json", *paths[1:])
+        self.assertEqual(code, 1, err)
+        self.assertIn("cut_result.json:5 is cut off, and left out", err)
 
     def test_without_a_name_for_the_parts_each_has_a_folder(self):
         _, url = self.server()

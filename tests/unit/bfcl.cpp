@@ -429,9 +429,11 @@ TEST_CASE("what a result file has is not asked again, and stays as it is") {
         kept + "\n" +
             R"({"id": "multiple_2", "result": "Error during inference: x", "traceback": "t"})" +
             "\n" + R"({"id": "multiple_3", "res)");
-    auto rows = bfcl::read_results(path);
+    std::string cut;
+    auto rows = bfcl::read_results(path, &cut);
     REQUIRE(rows.has_value());
     REQUIRE(rows->size() == 1);
+    CHECK(cut == path.string() + ":3");
 
     std::vector<bfcl::Item> items{
         {"multiple_0", {}}, {"multiple_1", {}}, {"multiple_2", {}}, {"multiple_3", {}}};

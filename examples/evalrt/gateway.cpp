@@ -335,15 +335,15 @@ private:
 
     // Where the command is known to write beside its folder: what its arguments name, our output,
     // and files and folders of the user's own that variables name.
-    std::vector<std::filesystem::path> other_places() const {
+    std::vector<Place> other_places() const {
         namespace fs = std::filesystem;
         std::error_code ignored;
         const auto folder = fs::current_path(ignored);
-        std::vector<fs::path> places;
+        std::vector<Place> places;
         const char* home = std::getenv("HOME");
         const auto add = [&](std::string name) {
             if (home && (name == "~" || name.starts_with("~/"))) name.replace(0, 1, home);
-            if (!name.empty()) places.push_back(fs::absolute(name, ignored).lexically_normal());
+            if (!name.empty()) places.push_back({fs::absolute(name, ignored).lexically_normal()});
         };
         for (const auto& it : command_.child) {
             const auto sign = it.find('=');
@@ -353,13 +353,15 @@ private:
         for (const auto& it : own_environment()) {
             const auto sign = it.find('=');
             const auto name = it.substr(0, sign), value = it.substr(sign + 1);
-            if ((!value.starts_with('/') && !value.starts_with("~/")) || name == "HOME" ||
-                name == "OLDPWD" || name == "TMPDIR")
+            if ((!value.starts_with('/') && !value.starts_with("~/")) || value == "/" ||
+                name == "HOME" || name == "OLDPWD" || name == "TMPDIR")
                 continue;
             add(value);
             struct stat what {};
-            if (::stat(places.back().c_str(), &what) != 0 || what.st_uid != ::geteuid())
+            if (::stat(places.back().path.c_str(), &what) != 0 || what.st_uid != ::geteuid())
                 places.pop_back();
+            else
+                places.back().most = 10'000; // it may be all of Python
         }
         return places;
     }
@@ -368,11 +370,11 @@ private:
     std::vector<std::string> find_traces(const std::vector<std::string>& own) {
         std::error_code ignored;
         auto written =
-            written_since(begun_, std::filesystem::current_path(ignored), other_places());
+            written_since(begun_, {std::filesystem::current_path(ignored)}, other_places());
         if (!written.cut.empty())
-            say(fmt::format("there are too many files for all to be looked through for "
-                            "placeholders: look yourself in {}",
-                            listed(written.cut)));
+            print(fmt::format("not looked through whole for placeholders, as there are too many "
+                              "files: {}",
+                              listed(written.cut)));
         auto left = most_searched;
         auto files = with_traces(others(std::move(written.files), own), rehearsal_.traces(), left);
         if (left == 0)

@@ -610,8 +610,7 @@ Snapshot look_at(const fs::path& folder) {
     return all;
 }
 
-Written written_since(std::time_t since, const fs::path& folder,
-                      const std::vector<fs::path>& elsewhere, std::size_t most) {
+Written written_since(std::time_t since, const Place& folder, const std::vector<Place>& elsewhere) {
     Written all;
     Walk walk([&](const fs::path& path, const struct stat& what) {
         // The latter is set by whoever copies an old file.
@@ -622,10 +621,10 @@ Written written_since(std::time_t since, const fs::path& folder,
         std::size_t left;
         std::deque<fs::path> places{path}, links{};
     };
-    std::vector<Root> roots{{folder, 2 * ThrowAway::most_files}};
-    for (const auto& it : elsewhere) roots.push_back({it, most});
+    std::vector<Root> roots{{folder.path, 2 * ThrowAway::most_files}};
+    for (const auto& it : elsewhere) roots.push_back({it.path, it.most});
     for (auto& it : roots) walk.through(it.places, it.left, it.links, true);
-    roots.front().left = most;
+    roots.front().left = folder.most;
     for (auto& it : roots) { // what has a name without a link is known by that
         while (!it.links.empty() && it.left > 0) {
             it.places.swap(it.links);

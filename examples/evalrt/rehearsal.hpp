@@ -176,12 +176,15 @@ struct Written {
     std::vector<std::string> files;
     std::vector<std::string> cut; ///< places that have more than is looked at
 };
-/// What was written then or later: in the folder and in other places, folders or files, and in what
-/// links in any of them lead to; each file once. Of each other place, and behind the folder's
-/// links, not more than `most` files and folders, the outer ones first; none of the system's own.
-Written written_since(std::time_t since, const std::filesystem::path& folder,
-                      const std::vector<std::filesystem::path>& elsewhere = {},
-                      std::size_t most = 100'000);
+struct Place {
+    std::filesystem::path path; ///< a folder or a file
+    std::size_t most = 100'000; ///< files and folders that are looked at, the outer ones first
+};
+/// What was written then or later: in the folder and in other places, and in what links in any of
+/// them lead to; each file once, none of the system's own. Of the folder itself all is looked at;
+/// `most` is for what is behind its links.
+Written written_since(std::time_t since, const Place& folder,
+                      const std::vector<Place>& elsewhere = {});
 
 /// Those whose names do not begin with one of `own`.
 std::vector<std::string> others(std::vector<std::string> files,

@@ -451,9 +451,10 @@ TEST_CASE("what was written is found behind links and in other places, each file
     Folder folder, outside;
     const auto here = folder.path.string(), there = outside.path.string();
     using Files = std::vector<std::string>;
-    using Places = std::vector<fs::path>;
-    const auto found = [&](const Places& places = {}, std::size_t most = 1000) {
-        auto written = written_since(0, folder.path, places, most);
+    const auto found = [&](const Files& names = {}, std::size_t most = 1000) {
+        std::vector<Place> places;
+        for (const auto& it : names) places.push_back({it, most});
+        auto written = written_since(0, {folder.path, most}, places);
         std::sort(written.files.begin(), written.files.end());
         return written;
     };
@@ -503,11 +504,11 @@ TEST_CASE("what was written is found behind links and in other places, each file
 
     // What is older is left alone, but for a copy of something old.
     const auto later = std::time(nullptr) + 3600;
-    CHECK(written_since(later, folder.path).files.empty());
+    CHECK(written_since(later, {folder.path}).files.empty());
     const auto old = fs::file_time_type::clock::now() - std::chrono::hours(1000);
     fs::last_write_time(outside.path / "f", old);
     const auto since = std::time(nullptr) - 600;
-    const auto recent = written_since(since, folder.path, {outside.path / "f"}).files;
+    const auto recent = written_since(since, {folder.path}, {{outside.path / "f"}}).files;
     CHECK(std::count(recent.begin(), recent.end(), there + "/f") == 1);
 }
 

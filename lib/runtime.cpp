@@ -453,10 +453,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             spread = std::make_shared<detail::ReplicaPlanner>(
                 more.size() + 1, detail::ReplicaPlanner::Options{planning, make});
             for (std::size_t n = 1; n < left_out.size(); ++n)
-                if (left_out[n])
-                    spread->leave_out(n);
-                else
-                    spread->let_in(n);
+                if (left_out[n]) spread->leave_out(n);
             std::vector<Backend*> servers{http.get()};
             for (const auto& it : more) servers.push_back(it.get());
             replicas = std::make_unique<detail::ReplicaBackend>(

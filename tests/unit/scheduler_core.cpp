@@ -1100,6 +1100,32 @@ TEST_CASE("each of several servers has the limit, and one that refuses does not 
     CHECK(pair.core.stats(now).limit == 8);
 }
 
+TEST_CASE(
+    "what one of several servers turns away does not wait for it, and it gets nothing so long") {
+    Pair pair(in_flight(1));
+    pair.submit(1, 2);
+    pair.next();
+    const auto away = pair.running[0].front();
+    pair.fail(0, asked_to_wait(Errc::rate_limited, 25s));
+    pair.answer(1, start + 1s);
+    auto sent = pair.next(start + 1s);
+    CHECK(sent[1] == Ids{away});
+    // Moved by who knows the servers: the pause is the server's all the same.
+    auto moved = asked_to_wait(Errc::rate_limited, 30s);
+    moved.elsewhere = true;
+    pair.fail(1, moved, start + 2s);
+    CHECK(pair.next(start + 20s) == std::array<Ids, 2>{});
+    sent = pair.next(start + 26s);
+    CHECK((sent[0] == Ids{away} && sent[1].empty()));
+    // Only the time counts in which nobody took it.
+    for (Point now = start + 27s; now < start + 140s; now += 1s) {
+        const unsigned server = pair.running[0].empty();
+        auto busy = asked_to_wait(Errc::rate_limited, 2s);
+        CHECK_FALSE(pair.core.ended(pair.first(server), busy, false, now));
+        while (pair.running[0].empty() && pair.running[1].empty()) pair.next(now += 1s);
+    }
+}
+
 TEST_CASE("each of several servers climbs by what it brings itself") {
     auto options = in_flight(2);
     options.most_in_flight = 16;

@@ -200,6 +200,11 @@ public:
         }
         if (response.elsewhere && !delivered) {
             if (response.stage > Stage::sent) server.breaker.alive();
+            if (response.retry_after) // whatever else it still answers
+                server.paused_until =
+                    std::max(server.paused_until,
+                             now + std::min<Clock::duration>(*response.retry_after,
+                                                             options_.retry.longest_wait));
             item.state = State::delayed;
             delayed_.emplace(now, id);
             return false;
@@ -221,7 +226,14 @@ public:
             return true;
         }
         item.state = State::delayed;
-        delayed_.emplace(now + verdict.delay, id);
+        if (remedy(errc, response.status) == Remedy::pause && servers_.size() > 1) {
+            // It is this server that has to wait.
+            item.retry.waited -= verdict.delay;
+            item.turned_away = now;
+            delayed_.emplace(now, id);
+        } else {
+            delayed_.emplace(now + verdict.delay, id);
+        }
         if (verdict.pause_server) {
             auto pause = response.retry_after ? verdict.delay : std::chrono::milliseconds(0);
             if (server.paused_until <= now) { // once for all that are turned away together
@@ -372,6 +384,7 @@ private:
         bool alone = false;  // nothing else may run meanwhile
         unsigned deaths = 0; // of the server while this ran, and no answer since
         RetryState retry;
+        Point turned_away{}; // by one of several servers, and not sent since
         Point deadline = Point::max();
     };
 
@@ -487,6 +500,9 @@ private:
         item.server = std::min(pick.server, unsigned(servers_.size() - 1));
         ++servers_[item.server].running;
         const auto cold = pick.prompt_bytes - pick.expected_bytes.value_or(0);
+        if (item.turned_away != Point{})
+            item.retry.waited += std::chrono::duration_cast<std::chrono::milliseconds>(
+                now - std::exchange(item.turned_away, Point{}));
         item.cold_share = pick.prompt_bytes > 0 ? double(cold) / double(pick.prompt_bytes) : 0;
         item.burst = rates_.sent(now);
     }

@@ -6,6 +6,7 @@
 #include "evalrt/detail/memory.hpp"
 #include "evalrt/request.hpp"
 
+#include <boost/intrusive/list.hpp>
 #include <boost/intrusive/set.hpp>
 
 #include <algorithm>
@@ -181,8 +182,13 @@ private:
 /// 2312.07104), and what continues a prompt that was sent before anything that shares less; of the
 /// rest what is predicted to take longest, so that it does not run alone at the end. One leader for
 /// each shared prefix until the server shows it to the others. The turns of a session one after
-/// the other, and who goes on with one before all who begin. Of several clients each has its turn:
-/// some requests, in that order, before another's.
+/// the other, and who goes on with one before all who begin.
+///
+/// Clients go by turns, each in that order: between two requests of one of C clients that wait, at
+/// most turn * (C - 1) of others are sent. A client's own requests pass one of its own at most
+/// overtaking + 2 * W times, W being the most of them that waited at once; those that go on with a
+/// session do not count. What must wait for a leader or for a session's end is not in these bounds;
+/// who is held back for others' sake (padding, slots, a leader's places) is for overtaking more.
 ///
 /// A session whose end nobody tells counts as open until its pause is over; but if all that are
 /// open are silent while others wait for their places, these get them.
@@ -205,10 +211,10 @@ public:
         unsigned kept = 0;
         std::size_t cache_bytes = 0;   ///< prompts and answers that the server holds; 0: not known
         std::size_t remembered = 4096; ///< prompts that have ended, to say what may be cached
-        /// Requests that may go before one that came earlier, and twice as many as waited at once:
-        /// in a suite that is all there nobody counts as overtaken.
-        unsigned overtaking = 1000;
-        unsigned turn = 8; ///< requests that a client may be ahead of another that waits, too
+        /// Requests of a client that may go before one of its own that came earlier, and twice as
+        /// many as waited at once: in a suite that is all there nobody counts as overtaken.
+        unsigned overtaking = 100;
+        unsigned turn = 8; ///< requests of a client, then it is another's turn that waits, too
     };
 
     RadixPlanner() : RadixPlanner(Options()) {}
@@ -243,20 +249,15 @@ public:
     std::optional<Pick> next(Point now) override {
         wake_ = Point::max();
         holds_ = {};
-        passed_ = 0;
+        fading_ = false;
         while (!expected_.empty() && expected_.begin()->first <= now) end_silent();
         if (root_.waiting == 0) return {};
-        auto found = overtaken(now);
-        std::string_view why = options_.in_order ? "arrival" : "overtaken";
-        if (!found.node) {
-            why = {};
-            if (const auto client = whose_turn()) found = first(now, client);
-            if (!found.node) found = first(now);
-        }
+        std::string_view why;
+        auto found = by_turns(now, why);
         if (!found.node && holds_ == "sessions" && expected_.size() == open_.size()) {
             // All that are open are silent: they may wait for one that is held back.
             while (!expected_.empty()) end_silent();
-            found = first(now);
+            found = by_turns(now, why);
         }
         if (found.node && running_ > 0 && too_much(found)) {
             holds_ = "memory";
@@ -270,7 +271,7 @@ public:
         if (!found.node && holds_ == "sessions") wake_for_sessions();
         if (!found.node && running_ == 0) {
             why = "idle";
-            found = find(root_, now, true);
+            found = find(root_, now, true, turns_.front()->name);
         }
         if (!found.node) return {};
         holds_ = {};
@@ -356,8 +357,7 @@ public:
         std::vector<Planned> list;
         const Node* last = nullptr;
         if (options_.in_order) {
-            for (const auto& [arrival, id] : arrived_)
-                if (const auto* entry = still_waits(arrival, id)) plan(list, *entry, last);
+            for (const Entry* it : as_they_came()) plan(list, *it, last);
         } else {
             plan(list, root_, last);
         }
@@ -389,6 +389,9 @@ private:
     using Set =
         boost::intrusive::set<T, boost::intrusive::base_hook<Link>, boost::intrusive::compare<Less>,
                               boost::intrusive::constant_time_size<false>>;
+
+    using ByArrival = boost::intrusive::list_base_hook<
+        boost::intrusive::link_mode<boost::intrusive::normal_link>>;
 
     struct Node;
     struct Entry;
@@ -553,7 +556,7 @@ private:
         bool operator==(const Cold&) const = default;
     };
 
-    struct Entry : Link {
+    struct Entry : Link, ByArrival {
         Entry(RequestId name, Node& leaf, std::size_t prompt_bytes)
             : id(name), node(&leaf), bytes(prompt_bytes) {}
 
@@ -566,7 +569,7 @@ private:
         std::size_t bytes;
         std::int64_t output = 0, most = 0; // tokens of the answer: predicted, and at most
         Point sent{};
-        std::uint64_t sends = 0;   // when it came
+        std::uint64_t sends = 0;   // of its client, when it came
         std::uint64_t goes_on = 0; // its place among the turns of open sessions; 0: it is none
         Session* session = nullptr;
         std::size_t front = 0; // of the bytes, which are computed first
@@ -578,9 +581,20 @@ private:
         bool streamed = true;
         bool filling = false; // it runs, and what is cold is being prefilled
     };
+    // That has something waiting.
     struct Client {
+        std::uint32_t name = 0;
+        unsigned left = 0; // of its turn
         std::size_t waiting = 0;
-        std::uint64_t served = 0; // as many as who was served least when it came, and its own since
+        // The most that waited at once, since all had gone that waited at the mark before, and
+        // until then: together no less than since the oldest one came.
+        std::size_t most = 0, most_before = 0;
+        std::uint64_t mark = 0;  // in sends
+        std::uint64_t sends = 0; // of its requests that went on with nothing
+        std::uint64_t last = 0;  // all_sends_ when it had one, or came
+        boost::intrusive::list<Entry, boost::intrusive::base_hook<ByArrival>,
+                               boost::intrusive::constant_time_size<false>>
+            arrived; // in this order
     };
 
     struct Found {
@@ -820,14 +834,12 @@ private:
 
     void enqueue(Entry& entry) {
         entry.state = State::waiting;
-        entry.sends = sends_;
         entry.rank = options_.match_length ? std::int64_t(entry.bytes) : entry.output;
-        arrived_.emplace_back(entry.arrival, entry.id);
         auto& own = entry.node->own; // of many alike the last one comes last
         own.insert(own.end(), entry);
-        come(entry.client);
+        come(entry);
         if (entry.session && entry.session->open) {
-            entry.goes_on = ++turns_;
+            entry.goes_on = ++continued_;
             continuing_.emplace(entry.goes_on, &entry);
         }
         for (Node* it = entry.node; it; it = it->parent) {
@@ -845,15 +857,12 @@ private:
             it->arrival = std::min(it->arrival, entry.arrival);
             if (moves && it->parent) it->parent->children.insert(it->parent->children.end(), *it);
         }
-        most_waiting_ = std::max<std::uint64_t>(most_waiting_, root_.waiting);
     }
 
     void dequeue(Entry& entry, bool sent) {
         entry.node->own.erase(entry.node->own.iterator_to(entry));
+        leave(entry, sent);
         if (entry.goes_on) continuing_.erase({std::exchange(entry.goes_on, 0), &entry});
-        const auto client = clients_.find(entry.client);
-        client->second.served += sent;
-        if (--client->second.waiting == 0) clients_.erase(client);
         for (Node* it = entry.node; it; it = it->parent) {
             const bool moves = it->waiting == 1 || (sent && !it->sent);
             if (moves && it->parent) unlink(*it);
@@ -861,38 +870,74 @@ private:
             it->sent |= sent;
             if (moves && it->waiting > 0 && it->parent) it->parent->children.insert(*it);
         }
-        if (root_.waiting > 0) return;
-        arrived_.clear();
-        most_waiting_ = 0;
     }
 
-    void come(std::uint32_t name) {
-        if (auto& client = clients_[name]; client.waiting++ == 0) {
-            const auto least = least_served(name);
-            if (least != clients_.end()) client.served = least->second.served;
+    void come(Entry& entry) {
+        Client& client = clients_[entry.client];
+        if (client.waiting == 0) {
+            client.name = entry.client;
+            client.left = options_.turn;
+            client.last = all_sends_;
+            turns_.push_back(&client);
+        }
+        entry.sends = client.sends;
+        client.arrived.push_back(entry);
+        client.most = std::max(client.most, ++client.waiting);
+    }
+
+    void leave(Entry& entry, bool sent) {
+        const auto it = clients_.find(entry.client);
+        Client& client = it->second;
+        client.arrived.erase(client.arrived.iterator_to(entry));
+        const bool gone = --client.waiting == 0;
+        if (sent) {
+            client.last = ++all_sends_;
+            client.sends += entry.goes_on == 0; // who goes on overtakes nobody
+        }
+        if (gone || (sent && client.left <= 1)) {
+            turns_.erase(std::find(turns_.begin(), turns_.end(), &client));
+            client.left = options_.turn;
+            if (!gone) turns_.push_back(&client);
+        } else {
+            client.left -= sent;
+        }
+        if (gone) {
+            clients_.erase(it);
+        } else if (client.arrived.front().sends > client.mark) {
+            client.mark = client.sends;
+            client.most_before = std::exchange(client.most, client.waiting);
         }
     }
 
-    using Clients = std::map<std::uint32_t, Client>;
-
-    typename Clients::iterator least_served(std::optional<std::uint32_t> but = {}) {
-        auto least = clients_.end();
-        for (auto it = clients_.begin(); it != clients_.end(); ++it)
-            if (it->first != but &&
-                (least == clients_.end() || it->second.served < least->second.served))
-                least = it;
-        return least;
+    // Of the first client in turn that has one that may go: its oldest, if that was overtaken too
+    // often, else its first. A turn is several requests long, so that prefixes stay together.
+    Found by_turns(Point now, std::string_view& why) {
+        if (options_.in_order) {
+            why = "arrival";
+            Entry* oldest = nullptr;
+            for (Client* it : turns_)
+                if (Entry& entry = it->arrived.front(); !oldest || entry.arrival < oldest->arrival)
+                    oldest = &entry;
+            return {oldest->node, oldest};
+        }
+        for (Client* it : turns_) {
+            if (const auto found = overtaken(*it, now); found.node) {
+                why = "overtaken";
+                return found;
+            }
+            const auto found = turns_.size() > 1 ? first(now, it->name) : first(now);
+            if (found.node || fading_) return found;
+        }
+        return {};
     }
 
-    // Nothing: one client alone waits. A turn is several requests long, so that prefixes stay
-    // together.
-    std::optional<std::uint32_t> whose_turn() {
-        if (clients_.size() < 2) return {};
-        const auto least = least_served();
-        const auto now = clients_.find(turn_);
-        if (now == clients_.end() || now->second.served >= least->second.served + options_.turn)
-            turn_ = least->first;
-        return turn_;
+    std::vector<const Entry*> as_they_came() const {
+        std::vector<const Entry*> list;
+        for (const Client* client : turns_)
+            for (const Entry& entry : client->arrived) list.push_back(&entry);
+        std::sort(list.begin(), list.end(),
+                  [](const Entry* a, const Entry* b) { return a->arrival < b->arrival; });
+        return list;
     }
 
     // The session's first turn waits in the tree, if none runs; a session without turns ends.
@@ -986,23 +1031,21 @@ private:
         return most;
     }
 
-    Entry* still_waits(std::uint64_t arrival, RequestId id) const {
-        Entry* const it = entry_of(id);
-        return it && it->arrival == arrival && it->state == State::waiting ? it : nullptr;
-    }
-
-    // The one that came first, if it has waited for too many others.
-    Found overtaken(Point now) {
-        Entry* waits = nullptr;
-        while (!(waits = still_waits(arrived_.front().first, arrived_.front().second)))
-            arrived_.pop_front();
-        Entry& entry = *waits;
-        if (options_.in_order) return {entry.node, &entry};
-        if (sends_ - entry.sends < options_.overtaking + 2 * most_waiting_) return {};
-        if (!may_begin(entry)) return {};
-        for (const Node* it = entry.node; it; it = it->parent)
-            if (now < held(*it)) return {};
-        return {entry.node, &entry};
+    // The one that has waited longest of those that may go, if too many others have gone.
+    Found overtaken(Client& client, Point now) {
+        const auto others = options_.overtaking + options_.turn * (turns_.size() - 1);
+        const bool held_back = all_sends_ - client.last >= others;
+        const auto own = options_.overtaking + 2 * std::max(client.most, client.most_before);
+        unsigned looked = 0;
+        for (Entry& entry : client.arrived) {
+            if (!held_back && client.sends - entry.sends < own) return {};
+            bool waits = !may_begin(entry);
+            for (const Node* it = entry.node; it && !waits; it = it->parent)
+                waits = now < held(*it);
+            if (!waits) return {entry.node, &entry};
+            if (++looked >= look_ahead) return {};
+        }
+        return {};
     }
 
     bool may_begin(const Entry& entry) const {
@@ -1071,7 +1114,10 @@ private:
             }
             if (!slots) break;
         }
-        if (!any && fades(node)) passed_ = look_ahead;
+        if (!any && fades(node)) {
+            fading_ = true;
+            passed_ = look_ahead;
+        }
         return {};
     }
 
@@ -1233,7 +1279,7 @@ private:
             if (it->warm || it->leader) continue;
             it->leader = id;
         }
-        sends_ += entry.goes_on == 0; // who goes on overtakes nobody
+        sends_ += entry.goes_on == 0;
         dequeue(entry, true);
         if (const auto& others = leaf.parent->children; !others.empty())
             expect(*others.begin()); // is likely to be next
@@ -1319,19 +1365,20 @@ private:
     double seen_bytes_ = 0, seen_tokens_ = 0; // of the prompts that were answered
     std::set<const Session*> open_;
     std::set<std::pair<Point, Session*>> expected_; // open ones that have nothing here
-    Clients clients_;                               // that have something waiting
-    std::uint32_t turn_ = 0;                        // whose it was last
-    std::size_t growth_ = 6000; // bytes by which a session grows: some 1,500 tokens, then as seen
-    std::deque<std::pair<std::uint64_t, RequestId>> arrived_; // waiting, and some that do not
-    std::vector<Block> path_;                                 // of the prompt that is read
-    std::uint64_t arrivals_ = 0, sends_ = 0, turns_ = 0, most_waiting_ = 0;
+    std::map<std::uint32_t, Client> clients_;
+    std::vector<Client*> turns_; // whose it is, and then
+    std::size_t growth_ = 6000;  // bytes by which a session grows: some 1,500 tokens, then as seen
+    std::vector<Block> path_;    // of the prompt that is read
+    std::uint64_t arrivals_ = 0, continued_ = 0, all_sends_ = 0;
+    std::uint64_t sends_ = 0; // of those that went on with nothing
     std::size_t running_ = 0;
     std::size_t resident_ = 0;                      // bytes of what runs, shared ones once
     std::size_t followers_ = 0;                     // of those
     std::set<std::pair<Point, RequestId>> leading_; // who fills a shared prefix, since when
     Point wake_ = Point::max();
     std::string_view holds_;
-    unsigned passed_ = 0; // by the last next()
+    unsigned passed_ = 0; // by the last search
+    bool fading_ = false; // nobody is to push out what the server has
 };
 
 } // namespace evalrt

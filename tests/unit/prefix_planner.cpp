@@ -1407,6 +1407,168 @@ TEST_CASE("a client that comes back has not saved up turns, and one alone has no
     CHECK(std::count(order.begin(), order.begin() + 32, '1') <= 20);
 }
 
+TEST_CASE("clients that have one request at a time and come back do not pass one that waits") {
+    RadixPlanner planner;
+    std::map<RequestId, std::uint32_t> whose;
+    RequestId last = 0;
+    const auto come = [&](std::uint32_t client) {
+        whose[++last] = client;
+        add_for(planner, client, last, spell("AAAA") + std::to_string(last));
+    };
+    for (std::uint32_t client = 0; client < 5; ++client) come(client);
+    whose[1000] = 9;
+    add_for(planner, 9, 1000, spell("B"));
+    for (int passed = 0; passed <= 5; ++passed) {
+        const auto pick = planner.next(start);
+        planner.progressed(pick->id, Step::done, start);
+        if (pick->id == 1000) return;
+        come(whose.at(pick->id));
+    }
+    FAIL("they all passed it twice");
+}
+
+TEST_CASE("what waited at once long ago lets nobody be overtaken more today") {
+    RadixPlanner planner;
+    RequestId last = 0;
+    const auto come = [&](const char* group) {
+        ++last;
+        add_for(planner, 1, last, spell(group) + std::to_string(last));
+    };
+    for (int i = 0; i < 3000; ++i) come("AAAA");
+    const auto go = [&] {
+        const auto pick = planner.next(start);
+        planner.progressed(pick->id, Step::done, start);
+        return pick->id;
+    };
+    for (int i = 0; i < 2995; ++i) go();
+    for (int i = 0; i < 20; ++i, come("AAAA")) go(); // never is there nothing that waits
+    come("B");
+    const auto waits = last;
+    int passed = 0;
+    for (; go() != waits; ++passed) come("AAAA");
+    CHECK(passed >= 100);
+    CHECK(passed <= 100 + 2 * 7);
+}
+
+// For a request that nothing holds back: between two of its client's own, turn * (C - 1) of others
+// at most, C of the clients that waited at the first; and of its own client's, that came later and
+// go on with no session, overtaking + 2 * W, W the most of them that waited at once.
+TEST_CASE("nobody is overtaken more than the turns of others and its own client's plan need") {
+    struct Waits {
+        std::uint32_t client;
+        bool goes_on;
+        unsigned passed = 0; // by its client's own that came later
+    };
+    struct Client {
+        std::size_t waiting = 0, most = 0;
+        std::size_t others = 0, bound = 0; // since its last one
+        bool plain = true;                 // nothing holds its requests back
+    };
+    for (unsigned seed = 0; seed < 100; ++seed) {
+        std::vector<RequestId> orders[2];
+        for (auto& order : orders) {
+            std::mt19937 random(seed);
+            const auto upto = [&](unsigned n) { return unsigned(random() % n); };
+            Options options;
+            options.release = Release(upto(4));
+            const bool at_once = options.release == Release::at_once;
+            options.leaders = upto(3);
+            options.sessions = upto(2) * 3;
+            options.overtaking = 1 + upto(20);
+            options.turn = 1 + upto(8);
+            const unsigned places = 1 + upto(12), names = 1 + upto(10), busy = 1 + upto(30);
+            RadixPlanner planner(options);
+            std::map<std::uint32_t, Client> clients;
+            std::map<RequestId, Waits> waiting;
+            std::vector<RequestId> running;
+            std::map<std::string, int> turns;
+            std::set<std::string> begun;
+            std::map<RequestId, std::string> session_of;
+            RequestId last = 0;
+            const auto clients_waiting = [&] {
+                return std::count_if(clients.begin(), clients.end(),
+                                     [](const auto& it) { return it.second.waiting > 0; });
+            };
+            const auto come = [&](std::uint32_t name) {
+                auto& client = clients[name];
+                client.plain = client.plain && (name % 2 || (at_once && options.leaders == 0));
+                const auto id = ++last;
+                Prompt prompt{"d", {}, upto(100)};
+                prompt.client = name;
+                prompt.streamed = upto(4) > 0;
+                std::string text = client.plain && !at_once
+                                       ? std::to_string(name) + " " + std::to_string(id)
+                                       : std::string(400, char('a' + upto(3)));
+                text += std::to_string(upto(30));
+                if (name % 2 == 0 && upto(2)) {
+                    prompt.session = std::to_string(name) + "s" + std::to_string(upto(3));
+                    prompt.turn = turns[prompt.session]++;
+                    session_of[id] = prompt.session;
+                    client.plain = false;
+                }
+                prompt.segments = {text};
+                planner.add(id, prompt);
+                if (client.waiting++ == 0) {
+                    client.others = 0;
+                    client.bound = options.turn * std::size_t(clients_waiting() - 1);
+                }
+                client.most = std::max(client.most, client.waiting);
+                waiting[id] = {name, !prompt.session.empty()};
+            };
+            for (int step = 0; step < 600; ++step) {
+                // Some always have one, some come in bursts.
+                if (waiting.size() < busy) {
+                    const auto name = upto(names);
+                    const auto count = name % 3 ? 1 : 1 + upto(20);
+                    for (unsigned i = 0; i < count; ++i) come(name);
+                }
+                if (upto(40) == 0 && !waiting.empty()) {
+                    const auto id = waiting.begin()->first;
+                    --clients[waiting.at(id).client].waiting;
+                    planner.remove(id);
+                    waiting.erase(id);
+                }
+                while (running.size() < places) {
+                    planner.room(places - unsigned(running.size()));
+                    const auto pick = planner.next(start + std::chrono::seconds(step));
+                    if (!pick) break;
+                    order.push_back(pick->id);
+                    running.push_back(pick->id);
+                    const auto sent = waiting.at(pick->id);
+                    waiting.erase(pick->id);
+                    const bool goes_on = sent.goes_on && !begun.insert(session_of[pick->id]).second;
+                    for (auto& [id, it] : waiting) {
+                        if (id > pick->id || it.client != sent.client || goes_on) continue;
+                        ++it.passed;
+                        const auto& of = clients[it.client];
+                        INFO("seed " << seed << " request " << id);
+                        if (of.plain) REQUIRE(it.passed <= options.overtaking + 2 * of.most);
+                    }
+                    for (auto& [name, of] : clients) {
+                        if (of.waiting == 0) continue;
+                        if (name == sent.client) continue;
+                        INFO("seed " << seed << " client " << name);
+                        ++of.others;
+                        if (of.plain) REQUIRE(of.others <= of.bound);
+                    }
+                    auto& own = clients[sent.client];
+                    --own.waiting;
+                    own.others = 0;
+                    own.bound = options.turn * std::size_t(std::max(clients_waiting() - 1, 0l));
+                }
+                if (running.empty()) continue;
+                const auto at = running.begin() + upto(unsigned(running.size()));
+                const auto how = upto(8) == 0   ? Step::failed
+                                 : upto(3) == 0 ? Step::first_text
+                                                : Step::done;
+                planner.progressed(*at, how, start + std::chrono::seconds(step));
+                if (how != Step::first_text) running.erase(at);
+            }
+        }
+        CHECK(orders[0] == orders[1]);
+    }
+}
+
 TEST_CASE("a turn whose requests wait for a leader is not waited for") {
     RadixPlanner planner;
     add_for(planner, 2, 1, spell("AAAAAAAA") + "1");

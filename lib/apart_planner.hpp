@@ -11,21 +11,24 @@
 namespace evalrt::detail {
 
 /// One planner for each kind of prompt: what runs at one time is all of one kind. A kind goes on
-/// until nothing of it waits, or another one has waited for `patience`; then what runs is waited
-/// for.
+/// until nothing of it waits, or another one has waited for `patience`, or while so many of other
+/// clients were sent as make a turn, and four times what runs at once: the wait for the end of what
+/// runs costs a fifth of that. Then what runs is waited for.
 class ApartPlanner final : public PrefixPlanner {
 public:
     using Make = std::function<std::unique_ptr<PrefixPlanner>()>;
 
-    explicit ApartPlanner(Make make, std::chrono::seconds patience = std::chrono::seconds(60))
-        : make_(std::move(make)), patience_(patience) {}
+    explicit ApartPlanner(Make make, std::chrono::seconds patience = std::chrono::seconds(60),
+                          unsigned turn = RadixPlanner::Options().turn)
+        : make_(std::move(make)), patience_(patience), turn_(turn) {}
 
     void add(RequestId id, const Prompt& prompt) override {
         auto& kind = kinds_[prompt.kind];
         if (!kind.planner) kind.planner = make_();
         kind.planner->add(id, prompt);
         ++kind.waiting;
-        requests_[id] = {&kind, false};
+        ++kind.clients[prompt.client];
+        requests_[id] = {&kind, prompt.client, false};
     }
 
     std::optional<Pick> next(Point now) override {
@@ -35,20 +38,27 @@ public:
             if (kind.since == Point{}) kind.since = now;
             if (!other || kind.since < other->since) other = &kind;
         }
-        const bool over =
-            !current_ || current_->waiting == 0 || (other && now - other->since >= patience_);
+        const bool over = !current_ || current_->waiting == 0 ||
+                          (other && (now - other->since >= patience_ ||
+                                     other->passed >= std::max<std::size_t>(turn_, 4 * running_)));
         if (over) {
             drains_ = other && running_ > 0;
             if (!other || running_ > 0) return {};
             current_ = other;
             current_->since = {};
+            current_->passed = 0;
         }
         if (room_) current_->planner->room(*room_);
         auto pick = current_->planner->next(now);
         if (!pick) return {};
-        --current_->waiting;
+        auto& request = requests_.at(pick->id);
+        request.running = true;
         ++running_;
-        requests_.at(pick->id).running = true;
+        leave(request);
+        for (auto& [key, kind] : kinds_) {
+            if (&kind == current_ || kind.waiting == 0) continue;
+            kind.passed += kind.clients.size() > 1 || !kind.clients.contains(request.client);
+        }
         return pick;
     }
 
@@ -72,7 +82,7 @@ public:
         const auto it = requests_.find(id);
         if (it == requests_.end() || it->second.running) return;
         it->second.kind->planner->remove(id);
-        --it->second.kind->waiting;
+        leave(it->second);
         requests_.erase(it);
     }
 
@@ -93,15 +103,28 @@ private:
     struct Kind {
         std::unique_ptr<PrefixPlanner> planner;
         std::size_t waiting = 0;
-        Point since{}; // it is passed over
+        std::map<std::uint32_t, std::size_t> clients{}; // whose these are
+        Point since{};                                  // it is passed over
+        std::size_t passed = 0;                         // by requests of others than some of these
     };
     struct Request {
         Kind* kind;
+        std::uint32_t client;
         bool running;
     };
 
+    static void leave(const Request& request) {
+        auto& kind = *request.kind;
+        const auto client = kind.clients.find(request.client);
+        if (--client->second == 0) kind.clients.erase(client);
+        if (--kind.waiting > 0) return;
+        kind.since = {};
+        kind.passed = 0;
+    }
+
     Make make_;
     std::chrono::seconds patience_;
+    unsigned turn_;
     std::map<unsigned, Kind> kinds_; // never moves them
     std::unordered_map<RequestId, Request> requests_;
     Kind* current_ = nullptr;

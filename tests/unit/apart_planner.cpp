@@ -111,6 +111,42 @@ TEST_CASE("a kind that goes on for ever gives way to one that has waited long") 
     CHECK(burst(planner, now) == Ids{next});
 }
 
+TEST_CASE("another client's kind gives way after a turn, its own does not") {
+    for (const std::uint32_t other : {1, 2}) {
+        auto planner = fifo();
+        Prompt prompt{"d", {"text"}};
+        prompt.client = 1;
+        for (RequestId id = 1; id <= 100; ++id) planner.add(id, prompt);
+        prompt.client = other;
+        prompt.kind = 1;
+        CHECK(planner.next(start)->id == 1);
+        planner.add(1000, prompt);
+        std::size_t passed = 0;
+        for (RequestId id = 1;; ++id, ++passed) { // two at a time
+            const auto pick = planner.next(start);
+            if (!pick) break;
+            planner.progressed(id, Step::done, start);
+            if (pick->id == 1000) break;
+        }
+        CHECK(passed == (other == 1 ? 99 : 8));
+        if (other == 1) continue;
+        CHECK(planner.holds() == "kinds");
+        planner.progressed(9, Step::done, start);
+        CHECK(planner.next(start)->id == 1000);
+    }
+}
+
+TEST_CASE("a kind that nothing waits of has not been passed over") {
+    auto planner = fifo();
+    for (RequestId id = 1; id <= 3; ++id) add(planner, id, 0);
+    add(planner, 10, 1);
+    CHECK(planner.next(start)->id == 1);
+    planner.remove(10);
+    add(planner, 11, 1);
+    CHECK(planner.next(start + 59s)->id == 2);
+    CHECK(planner.next(start + 61s)->id == 3);
+}
+
 TEST_CASE("at random: no two kinds at once, and never nothing while something waits") {
     std::mt19937 random(5);
     for (int round = 0; round < 200; ++round) {

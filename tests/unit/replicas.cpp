@@ -1437,3 +1437,28 @@ TEST_CASE(
     CHECK(world.server_of(id) != busy);
     world.end(id);
 }
+
+TEST_CASE("Who asks little waits for one turn a server of who has thousands waiting there") {
+    World world(2, 1);
+    world.known();
+    const auto add = [&](RequestId id, std::uint32_t client) {
+        const std::string text =
+            std::string(600, char('a' + id % 50)) + std::to_string(client) + std::to_string(id);
+        Prompt prompt{"d", {text}, 10};
+        prompt.client = client;
+        world.planner.add(id, prompt);
+    };
+    for (RequestId id = 1; id <= 5000; ++id) add(id, 1);
+    for (int i = 0; i < 100; ++i) world.end(world.next()->id);
+    for (RequestId id = 10001; id <= 10060; ++id) add(id, 2);
+    unsigned passed = 0, most = 0, seen = 0;
+    std::vector<RequestId> sent;
+    for (std::size_t ended = 0; seen < 60; world.end(sent.at(ended++)))
+        while (const auto pick = world.next()) { // each server has one
+            sent.push_back(pick->id);
+            passed = pick->id > 10000 ? 0 : passed + 1;
+            seen += pick->id > 10000;
+            most = std::max(most, passed);
+        }
+    CHECK(most <= 2 * 2 * 8); // two servers; a turn, and one until it is seen there
+}

@@ -75,6 +75,8 @@ public:
         item.place = Place::fresh;
         if (kind_ && *kind_ != prompt.kind) kinds_ = true;
         kind_ = prompt.kind;
+        if (client_ && *client_ != prompt.client) clients_ = true;
+        client_ = prompt.client;
         if (fresh && !prompt.session.empty()) {
             item.session = &sessions_[prompt.session];
             ++item.session->live;
@@ -450,6 +452,7 @@ private:
         bool looking = false;
         std::uint64_t look = 0, looked = 0; // the last one, and the last that is over
         Count count;
+        std::uint64_t fed_all = 0; // what it will have sent when each client is given places again
     };
 
     static std::size_t own(const Server& it) { return it.queue.size() + it.waiting; }
@@ -797,13 +800,36 @@ private:
             const auto id = server.queue.front();
             server.queue.pop_front();
             const auto found = items_.find(id);
-            if (found == items_.end()) continue; // removed
-            auto& item = found->second;
-            item.place = Place::fed;
-            server.planner->add(id, item.prompt);
-            server.fed.push_back(id);
-            ++server.waiting;
+            if (found != items_.end()) feed(server, id, found->second); // else removed
         }
+        if (clients_ && !server.queue.empty() && server.count.sent >= server.fed_all)
+            feed_each_client(server);
+    }
+
+    void feed(Server& server, RequestId id, Item& item) {
+        item.place = Place::fed;
+        server.planner->add(id, item.prompt);
+        server.fed.push_back(id);
+        ++server.waiting;
+    }
+
+    // Its planner can give turns only to those of whom it has something: until this is done again
+    // nobody needs more.
+    void feed_each_client(Server& server) {
+        const auto turn = std::max(options_.planner.turn, 1u);
+        server.fed_all = server.count.sent + turn;
+        std::unordered_map<std::uint32_t, unsigned> fed;
+        for (const auto id : server.fed)
+            if (const auto it = items_.find(id); it != items_.end())
+                ++fed[it->second.prompt.client];
+        std::erase_if(server.queue, [&](RequestId id) {
+            const auto it = items_.find(id);
+            if (it == items_.end()) return true;
+            if (it->second.checking || fed[it->second.prompt.client] >= turn) return false;
+            ++fed[it->second.prompt.client];
+            feed(server, id, it->second);
+            return true;
+        });
     }
 
     void take_back(Server& server, RequestId id) {
@@ -940,9 +966,10 @@ private:
     Point parked_until_ = Point::max();
     std::size_t waiting_ = 0;
     std::optional<unsigned> kind_;
-    bool kinds_ = false;               // there are several
-    std::deque<Clock::duration> took_; // the last answers
-    Point looked_{};                   // when silent() was asked last
+    std::optional<std::uint32_t> client_;
+    bool kinds_ = false, clients_ = false; // there are several
+    std::deque<Clock::duration> took_;     // the last answers
+    Point looked_{};                       // when silent() was asked last
     Point wake_ = Point::max();
     std::string_view holds_;
 };

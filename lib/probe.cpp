@@ -31,6 +31,7 @@ constexpr auto commit_wait = 5s;   // longer than oMLX takes to store a prompt
 constexpr double warm_ratio = 1.6; // cold over warm, where only the time tells
 constexpr double batch_ratio = 1.25;
 constexpr unsigned tokens_decoded = 24;
+constexpr std::int64_t own_tokens = 64; // of a prompt, after its prefix, at most
 
 } // namespace
 
@@ -38,7 +39,9 @@ std::optional<ProbePlan::Step> ProbePlan::next() const {
     switch (phase_) {
     case Phase::cold:
     case Phase::after: return Step{{{1, 1}}};
+    case Phase::fill: return Step{{{2, 1}}};
     case Phase::later: return Step{{{1, 1}}, false, commit_wait};
+    case Phase::page: return Step{{{2, 1}}};
     case Phase::first_text: return Step{{{2, tokens_decoded}, {2, 1}}, true};
     // The first one keeps the server busy, so that the two others are taken up together.
     case Phase::at_once: return Step{{{3, 1}, {4, 1}, {4, 1}}, false, {}, 5ms};
@@ -61,6 +64,12 @@ bool ProbePlan::warm(const ProbeSeen& seen) {
     return seen.first_text > 0 && seen.first_text * warm_ratio < cold_;
 }
 
+// What is computed anew of it is a part of a page, and what is no prefix.
+void ProbePlan::stored(const ProbeSeen& seen) {
+    const auto cached = seen.usage.cached_tokens.value_or(0);
+    if (cached > 0) rest_ = std::max(rest_, seen.usage.prompt_tokens.value_or(0) - cached);
+}
+
 void ProbePlan::answered(const std::vector<ProbeSeen>& seen, double seconds) {
     result_.requests += unsigned(seen.size());
     if (std::any_of(seen.begin(), seen.end(), [](const auto& it) { return !it.answered; })) {
@@ -78,16 +87,27 @@ void ProbePlan::answered(const std::vector<ProbeSeen>& seen, double seconds) {
         // A count that is left out where it is 0 is no count.
         if (!result_.reports_cached) result_.reports_cached = false;
         after_ = warm(seen[0]);
-        phase_ = after_ ? Phase::first_text : Phase::later;
+        stored(seen[0]);
+        phase_ = after_ ? Phase::first_text : Phase::fill;
         break;
+    case Phase::fill: phase_ = Phase::later; break;
     case Phase::later:
         later_ = warm(seen[0]);
-        phase_ = Phase::alone; // what is not there after the end is not there before it
+        stored(seen[0]);
+        // What is not there after the end is not there before it.
+        phase_ = later_ && page_ > 0 ? Phase::page : Phase::alone;
+        break;
+    case Phase::page: // of a prefix of another length
+        warm(seen[0]);
+        stored(seen[0]);
+        phase_ = Phase::alone;
         break;
     case Phase::first_text:
         at_first_text_ = warm(seen[1]);
         // Only a count can tell whether one of two found what the other had just begun.
-        phase_ = at_first_text_ && !result_.inferred ? Phase::at_once : Phase::alone;
+        phase_ = at_first_text_ && !result_.inferred ? Phase::at_once
+                 : page_ > 0                         ? Phase::page
+                                                     : Phase::alone;
         break;
     case Phase::at_once:
         at_once_ = warm(seen[1]) || warm(seen[2]);
@@ -123,7 +143,12 @@ void ProbePlan::finish() {
         result_.release = Release::done;
         if (later_) result_.commit_delay = commit_wait;
     }
-    if (page_ > 0) result_.page = unsigned(page_);
+    if (page_ > 0) {
+        result_.page = unsigned(page_);
+        std::int64_t least = 1;
+        while (least < page_ && (page_ % least != 0 || least + own_tokens <= rest_)) ++least;
+        result_.page_least = unsigned(least);
+    }
     if (broken_) say("a request of the probe failed: what comes after it was not measured");
     if (result_.release == Release::at_once)
         say("a prefix is shared while it is filled");
@@ -136,7 +161,9 @@ void ProbePlan::finish() {
         say("no prefix was found again: there is no prefix cache, or it is switched off");
     if (result_.inferred) say("the server reports no cached tokens: this was told by time");
     if (result_.page && *result_.page > 1)
-        say(fmt::format("cached by pages of {} tokens, at most", *result_.page));
+        say(result_.page == result_.page_least
+                ? fmt::format("cached by pages of {} tokens", *result_.page)
+                : fmt::format("cached by pages of {} tokens, at most", *result_.page));
     if (result_.batching)
         say(fmt::format("three at once bring {:.2f} times the tokens a second of one{}",
                         *result_.batching,
@@ -196,8 +223,9 @@ std::string ProbePlan::prompt(const ProbeAsk& ask, unsigned nonce, unsigned seri
         for (unsigned i = 0; i < count; ++i)
             text.append(text.empty() ? "" : " ").append(words[random() / 7 % words.size()]);
     };
-    // Of unlike length, so that the pages in them have one common divisor.
-    static constexpr std::array<unsigned, 5> lengths{0, 1201, 1093, 907, 1151};
+    // Of unlike length, so that the pages in them have one common divisor: the first two, which
+    // are all that some servers show, are four and three of oMLX's.
+    static constexpr std::array<unsigned, 5> lengths{0, 1201, 907, 1093, 1151};
     std::minstd_rand shared(nonce * 31 + ask.prefix + 1);
     add(lengths.at(ask.prefix), shared);
     std::minstd_rand own(nonce * 131 + serial * 7919 + 1);
@@ -339,11 +367,13 @@ BackendRow corrected(BackendRow row, const ProbeResult& result, std::vector<std:
     // Of a server with slots no prefix is anybody's but the slot's.
     if (result.release && row.release != Release::slot) {
         changed(row.release, *result.release, "measured: when a prefix shows to others");
-        if (*result.release == Release::done)
-            row.commit_delay = std::max(row.commit_delay, result.commit_delay);
+        // How long it takes was not measured, only that it is no longer than that.
+        if (*result.release == Release::done && row.commit_delay.count() == 0)
+            row.commit_delay = result.commit_delay;
     }
-    if (result.page && *result.page > row.shared_tokens)
-        changed(row.shared_tokens, *result.page, "measured: the cache's page");
+    // Who waits for too long a prefix shares none of the shorter ones.
+    if (result.page_least && *result.page_least > row.shared_tokens)
+        changed(row.shared_tokens, *result.page_least, "measured: the cache's page");
     if (result.reports_cached == true) row.cached_hint.clear();
     if (result.batching && *result.batching < detail::batch_ratio && row.in_flight > 1) {
         row.most_in_flight = 0;
@@ -389,6 +419,7 @@ bool store_probe(const std::string& folder, std::string_view key, const ProbeRes
                      {"release", nullptr},
                      {"commit_delay_ms", result.commit_delay.count()},
                      {"page", or_null(result.page)},
+                     {"page_least", or_null(result.page_least)},
                      {"batching", or_null(result.batching)}};
     if (result.release) out["release"] = releases[std::size_t(*result.release)];
     const auto path = probe_file(folder, key);
@@ -433,6 +464,8 @@ std::optional<ProbeResult> stored_probe(const std::string& folder, std::string_v
             if (it->get_string() == releases[i]) result.release = Release(i);
     result.commit_delay = std::chrono::milliseconds(long(number("commit_delay_ms").value_or(0)));
     if (const auto page = number("page"); page && *page < 1e6) result.page = unsigned(*page);
+    if (const auto page = number("page_least"); page && *page < 1e6)
+        result.page_least = unsigned(*page);
     result.batching = number("batching");
     return result;
 }

@@ -44,17 +44,19 @@ public:
     static std::string prompt(const ProbeAsk& ask, unsigned nonce, unsigned serial);
 
 private:
-    enum class Phase { cold, after, later, first_text, at_once, alone, together, over };
+    enum class Phase { cold, after, fill, later, first_text, at_once, page, alone, together, over };
 
     bool warm(const ProbeSeen& seen);
+    void stored(const ProbeSeen& seen);
     void finish();
 
     Phase phase_ = Phase::cold;
     double cold_ = 0; // seconds to the first text of a prompt that was in no cache
     bool after_ = false, later_ = false, at_first_text_ = false, at_once_ = false;
-    double alone_ = 0; // tokens a second
-    std::int64_t page_ = 0;
-    bool broken_ = false; // a request failed: what follows is not asked
+    double alone_ = 0;      // tokens a second
+    std::int64_t page_ = 0; // the common divisor of all that was cached
+    std::int64_t rest_ = 0; // the most that was computed anew of a prompt whose prefix was stored
+    bool broken_ = false;   // a request failed: what follows is not asked
     ProbeResult result_;
 };
 

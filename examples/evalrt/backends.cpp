@@ -175,11 +175,16 @@ int measure(asio::io_context& io, const BackendsOptions& options, HttpOptions ht
         }
         code = exit_answered;
         kind.row = corrected(kind.row, result, notes);
-        out = {{"requests", result.requests}, {"reports_cached", nullptr},
-               {"inferred", result.inferred}, {"page", nullptr},
-               {"batching", nullptr},         {"notes", json::array(notes.begin(), notes.end())}};
+        out = {{"requests", result.requests},
+               {"reports_cached", nullptr},
+               {"inferred", result.inferred},
+               {"page", nullptr},
+               {"page_least", nullptr},
+               {"batching", nullptr},
+               {"notes", json::array(notes.begin(), notes.end())}};
         if (result.reports_cached) out["reports_cached"] = *result.reports_cached;
         if (result.page) out["page"] = *result.page;
+        if (result.page_least) out["page_least"] = *result.page_least;
         if (result.batching) out["batching"] = *result.batching;
         if (!options.json)
             for (const auto& note : notes) fmt::print("{}\n", note);

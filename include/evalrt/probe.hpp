@@ -13,7 +13,8 @@ struct ProbeResult {
     bool inferred = false;                    ///< what is cached was told by time to first token
     std::optional<Release> release;           ///< when a prompt's prefix shows to others
     std::chrono::milliseconds commit_delay{}; ///< with Release::done
-    std::optional<unsigned> page;             ///< tokens that are cached together
+    std::optional<unsigned> page;             ///< tokens that are cached together, at most
+    std::optional<unsigned> page_least;       ///< the same, at least
     std::optional<double> batching; ///< tokens a second of three at once, over those of one
     std::vector<std::string> notes; ///< in words, a line each
 };

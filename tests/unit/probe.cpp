@@ -5,10 +5,12 @@
 
 #include <boost/json.hpp>
 
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <random>
+#include <set>
 
 using namespace evalrt;
 using namespace evalrt::test;
@@ -69,6 +71,7 @@ ProbeResult probe(const EngineConfig& config, bool reports = true) {
                 it.answered = true;
                 it.total = now - sent[i];
                 it.usage.completion_tokens = std::int64_t(jobs[event.id].output());
+                it.usage.prompt_tokens = std::int64_t(jobs[event.id].prompt);
                 if (reports) it.usage.cached_tokens = std::int64_t(engine->cached(event.id));
             }
         }
@@ -98,6 +101,12 @@ TEST_CASE("each engine is seen as what it is") {
         CHECK_FALSE(result.inferred);
         REQUIRE(result.page);
         CHECK(*result.page % config.page == 0);
+        REQUIRE(result.page_least);
+        CHECK(*result.page_least <= config.page);
+        if (name == "omlx") {
+            CHECK(result.page == 256u);
+            CHECK(result.page_least == 256u);
+        }
         REQUIRE(result.batching);
         CHECK(*result.batching > 1.25);
         if (name == "omlx") CHECK(result.commit_delay > std::chrono::seconds(3));
@@ -168,7 +177,8 @@ TEST_CASE("what a row claims gives way to what was measured, and the rest stays"
     CHECK(corrected(claim, result, notes).release == claim.release);
     CHECK(notes.empty()); // nothing was measured
     result.release = Release::first_text;
-    result.page = 256;
+    result.page = 1024;
+    result.page_least = 256;
     result.reports_cached = true;
     result.batching = 2.9;
     const auto row = corrected(claim, result, notes);
@@ -183,6 +193,59 @@ TEST_CASE("what a row claims gives way to what was measured, and the rest stays"
     result.release = Release::done;
     CHECK(corrected(*find_profile_row("llama-server"), result, notes).release ==
           find_profile_row("llama-server")->release);
+}
+
+TEST_CASE("a page is never taken for longer than it is, whatever template and tokeniser add") {
+    std::mt19937 random(1);
+    unsigned found = 0, rounds = 0;
+    for (const unsigned page : {1, 16, 64, 128, 256, 512, 1024})
+        for (const auto release : {Release::first_text, Release::done})
+            for (int i = 0; i < 100; ++i) {
+                const bool commits = release == Release::done && i % 2;
+                const double each = 1 + double(random() % 40) / 100; // tokens a word
+                const unsigned front = random() % 200, own = 20 + random() % 44;
+                const std::array<unsigned, 5> words{0, 1201, 907, 1093, 1151};
+                std::set<unsigned> shown, sent;
+                ProbePlan plan;
+                while (const auto step = plan.next()) {
+                    if (step->wait_before.count() > 0) shown = sent;
+                    std::vector<ProbeSeen> seen;
+                    for (const auto& ask : step->asks) {
+                        auto& it = seen.emplace_back();
+                        it.answered = true;
+                        const auto prefix = front + unsigned(each * words.at(ask.prefix));
+                        const bool warm = ask.prefix > 0 && shown.contains(ask.prefix);
+                        it.usage.prompt_tokens = prefix + own;
+                        it.usage.cached_tokens = warm ? prefix / page * page : 0;
+                        sent.insert(ask.prefix);
+                        if (release == Release::first_text) shown.insert(ask.prefix);
+                    }
+                    if (!commits) shown = sent;
+                    plan.answered(seen, 1);
+                }
+                const auto& result = plan.result();
+                CAPTURE(page, each, front, own, commits);
+                REQUIRE(result.page);
+                CHECK(*result.page % page == 0);
+                CHECK(*result.page_least <= page);
+                CHECK(result.requests <= 12);
+                found += page == 256 && *result.page_least == page;
+                rounds += page == 256;
+            }
+    CHECK(found > rounds / 2);
+}
+
+TEST_CASE("what the probe cannot tell stays as the row has it") {
+    std::vector<std::string> notes;
+    const auto& claim = *find_profile_row("omlx");
+    ProbeResult result;
+    result.release = Release::done;
+    result.commit_delay = std::chrono::seconds(5); // it was there by then
+    result.page = 1024;                            // of a multiple of it
+    const auto row = corrected(claim, result, notes);
+    CHECK(row.shared_tokens == claim.shared_tokens);
+    CHECK(row.commit_delay == claim.commit_delay);
+    CHECK(notes.empty());
 }
 
 TEST_CASE("a request that fails ends the probe, and what was seen before it stays") {
@@ -207,7 +270,8 @@ TEST_CASE("a result is kept for the server it was measured on, and a broken file
     result.requests = 12;
     result.release = Release::done;
     result.commit_delay = std::chrono::seconds(5);
-    result.page = 256;
+    result.page = 512;
+    result.page_least = 256;
     result.reports_cached = true;
     result.batching = 2.5;
     CHECK_FALSE(stored_probe(folder, "omlx 0.4"));
@@ -217,7 +281,8 @@ TEST_CASE("a result is kept for the server it was measured on, and a broken file
     CHECK(read->requests == 12);
     CHECK(read->release == Release::done);
     CHECK(read->commit_delay == std::chrono::seconds(5));
-    CHECK(read->page == 256u);
+    CHECK(read->page == 512u);
+    CHECK(read->page_least == 256u);
     CHECK(read->reports_cached == true);
     CHECK(read->batching == 2.5);
     CHECK_FALSE(stored_probe(folder, "omlx 0.5"));

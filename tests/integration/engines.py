@@ -151,6 +151,13 @@ with ThreadPoolExecutor(24) as pool:
     def test_agents_and_users_that_a_model_plays(self):
         self.check_conversations(played=True)
 
+    def test_a_page_that_shows_late_is_measured_as_what_it_is(self):
+        said = self.program("backends", "--probe", self.serve("omlx"), "--measure", "--json").stdout
+        measured = json.loads(said)
+        self.assertEqual((measured["measured"]["page"], measured["measured"]["page_least"]), (256, 256))
+        self.assertEqual(measured["row"]["shared_tokens"], 256)
+        self.assertEqual(measured["row"]["commit_delay_ms"], 4000)  # that it is not more than 5 s is all that was seen
+
     def test_a_server_is_measured_once_and_runs_know_of_it(self):
         for scale in ("0.2", "1", "5"):  # a busy machine measures only what is slow beside it
             url = self.serve("vllm", "--batch", "1", "--scale", scale)

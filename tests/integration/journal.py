@@ -684,11 +684,28 @@ class FullDisk(Base):
 class BrokenDisk(Base):
     """The n-th call that makes something durable fails, for n = 1, 2, ... until none does."""
 
-    def test_an_io_error_at_each_moment_costs_nothing_that_was_delivered(self):
+    def setUp(self):
+        super().setUp()
         probe = subprocess.run(["strace", "-o", "/dev/null", "-e", "inject=fdatasync:error=EIO:when=1",
                                 "true"], capture_output=True)
         if probe.returncode:
             self.skipTest("strace cannot trace here")
+
+    def test_the_disk_is_waited_for_when_something_is_answered_and_not_when_it_is_asked(self):
+        def waits(words):
+            for name in ("j", "o"):
+                (self.dir / name).unlink(missing_ok=True)
+            log = self.dir / "calls"
+            code, _, err = self.run_suite(
+                self.suite(line("a", words)),
+                before=["strace", "-f", "-o", log, "-e", "trace=fdatasync,fsync"])
+            self.assertEqual(code, 0, err)
+            self.assertEqual(len(self.held()), 1)
+            return len(re.findall(r"f(?:data)?sync\(", log.read_text()))
+        # What takes long is asked in a group of its own.
+        self.assertEqual(waits("sleep 0.3 a"), waits("a"))
+
+    def test_an_io_error_at_each_moment_costs_nothing_that_was_delivered(self):
         count = 12
         suite = self.suite(*(line(f"q{i}", f"sleep 0.0{i} {i}") for i in range(count)))
         failures = 0

@@ -358,7 +358,7 @@ std::optional<Response> said(Health health, bool bad, std::size_t item, unsigned
     case Health::hung: return {};
     case Health::turns_away: {
         auto busy = failure(Errc::overloaded, 503, "busy");
-        if (salt % 4 == 0) busy.retry_after = 60s; // longer than one waits for
+        if (salt % 4 == 0) busy.retry_after = 3ms; // longer than one waits for
         return busy;
     }
     case Health::fails:
@@ -393,7 +393,7 @@ TEST_CASE("any course of sickness: each request ends once, and well where one se
         const std::size_t servers = 2 + random() % 3;
         ReplicaPlanner::Options planning;
         planning.silence = planning.busy = 20ms;
-        planning.pause = planning.longest_pause = planning.wait = 1ms;
+        planning.pause = planning.longest_pause = planning.wait = planning.asked = 1ms;
         SchedulerOptions scheduling;
         scheduling.max_in_flight = 1 + unsigned(random() % 6);
         scheduling.retry.attempts = 2; // 1: no patience with those that are busy
@@ -428,6 +428,8 @@ TEST_CASE("any course of sickness: each request ends once, and well where one se
                 if (health[n] != Health::dead && health[n] != Health::hung) {
                     setup.planner->let_in(n);
                     setup.scheduler->server_back();
+                } else {
+                    setup.planner->stays_out(n);
                 }
             const auto n = random() % servers;
             auto& server = setup.at(n);

@@ -1442,8 +1442,8 @@ TEST_CASE("Who asks little waits for one turn a server of who has thousands wait
     World world(2, 1);
     world.known();
     const auto add = [&](RequestId id, std::uint32_t client) {
-        const std::string text =
-            std::string(600, char('a' + id % 50)) + std::to_string(client) + std::to_string(id);
+        auto& text = world.texts[id]; // it must stay
+        text = std::string(600, char('a' + id % 50)) + std::to_string(client) + std::to_string(id);
         Prompt prompt{"d", {text}, 10};
         prompt.client = client;
         world.planner.add(id, prompt);

@@ -236,7 +236,7 @@ void Child::pass_on(int number) {
     const auto now = std::chrono::steady_clock::now();
     if (now - std::exchange(last_signal_, now) > std::chrono::seconds(10)) in_a_row_ = 0;
     if (++in_a_row_ == 1) {
-        // Ctrl-C and Ctrl-\\ have reached it in our group.
+        // Ctrl-C and Ctrl-\ have reached it in our group.
         const bool typed = number == SIGINT || number == SIGQUIT;
         if (leads_ || !typed || !in_foreground()) signal(number);
     } else if (in_a_row_ == 2) {

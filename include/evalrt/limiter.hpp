@@ -149,12 +149,12 @@ private:
     }
 
     void decide(double rate, Point now) {
+        const bool known = best_ == 0 || limit_ == best_;
+        const bool pays = known || rate > worthwhile * best_rate_;
         // Those that come together are prefilled together: one look may fall on that.
-        if (best_ != 0 && limit_ != best_ && rate <= worthwhile * best_rate_ &&
-            count_ < sure * window())
-            return;
+        if (!pays && count_ < sure * window()) return;
         begin(now);
-        if (best_ == 0 || limit_ == best_) {
+        if (known) {
             // At what is known to be good.
             best_rate_ = best_ == 0 ? rate : (3 * best_rate_ + rate) / 4;
             best_ = limit_;
@@ -164,14 +164,13 @@ private:
                 grow(limit_ + std::max(1u, limit_ / 4));
             return;
         }
-        const double gain = rate / best_rate_;
-        const double step = std::log(double(limit_) / best_);
-        if (gain <= worthwhile) {
+        if (!pays) {
             climbing_ = false;
             limit_ = best_;
             return settle(0);
         }
-        climbing_ = climbing_ && std::log(gain) >= elastic * step;
+        const double step = std::log(double(limit_) / best_);
+        climbing_ = climbing_ && std::log(rate / best_rate_) >= elastic * step;
         best_ = limit_;
         best_rate_ = rate;
         held_ = 0;

@@ -28,6 +28,13 @@ Response with_times(Response response, double first, double last) {
     return response;
 }
 
+// Of 100 tokens, 40 of them cached, and 20 of an answer, so many milliseconds apart.
+Response streamed(double apart) {
+    auto response = with_times(answer(100, 40, 20), 10, 10 + 19 * apart);
+    response.maximum_cached = 60;
+    return response;
+}
+
 Response failure(Errc errc, unsigned attempts = 1) {
     Response response;
     response.outcome = errc;
@@ -373,12 +380,7 @@ TEST_CASE("a token's time has three digits that say something") {
     stats.prefill_rate = 100'000;
     stats.decode_rate = 50'000;
     stats.pieces = 20;
-    Response response;
-    response.usage = {100, 40, 20};
-    response.maximum_cached = 60;
-    response.timing.first_text = Timing::Millis(10);
-    response.timing.last_text = Timing::Millis(10 + 19 * 0.12345);
-    report.add(response);
+    report.add(streamed(0.12345));
     const auto token = summary(report, stats, 4)["calibration"].at("seconds_per_token");
     CHECK(near(token, 0.000123, 1e-6));
 }
@@ -390,11 +392,7 @@ TEST_CASE("the bound is what had to be done at the best rates seen") {
     stats.decode_rate = 50;
     stats.pieces = 40;
     CHECK(summary(report, stats)["bound_seconds"].is_null());
-    Response response;
-    response.usage = {100, 40, 20};
-    response.maximum_cached = 60;
-    response.timing.first_text = Timing::Millis(10);
-    response.timing.last_text = Timing::Millis(10 + 19 * 20);
+    auto response = streamed(20);
     report.add(response);
     report.add(response);
     auto repeated = response;

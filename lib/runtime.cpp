@@ -254,6 +254,8 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         closing = true;
         cancel.emit(asio::cancellation_type::terminal);
         cancel_canary.emit(asio::cancellation_type::terminal);
+        for (const auto& it : looks)
+            if (it) it->emit(asio::cancellation_type::terminal);
         pause.cancel();
         tick.cancel();
     }
@@ -269,9 +271,10 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         return request;
     }
 
-    auto token() {
-        return asio::bind_cancellation_slot(cancel.slot(), asio::as_tuple(asio::use_awaitable));
+    static auto token(asio::cancellation_signal& by) {
+        return asio::bind_cancellation_slot(by.slot(), asio::as_tuple(asio::use_awaitable));
     }
+    auto token() { return token(cancel); }
 
     // What its keys have in them, and what is compared when a run is resumed.
     JournalRun journal_run() {
@@ -479,6 +482,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         scheduler->explain(options.explain);
         if (journal) journal->connect(*scheduler);
         if (process) supervise();
+        looks.resize(spread ? spread->size() : 0);
         if (spread) look_after_those_out();
     }
 
@@ -561,12 +565,12 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         // What mlx_lm.server lists is what it could load.
         compare = options.ask_first && (options.probe || options.model.empty()) &&
                   row.served_model.empty() && kind != "mlx-server";
-        if (compare) served = co_await models_of(http_options());
+        if (compare) served = co_await models_of(http_options(), cancel);
         for (const auto& it : options.replicas) {
             auto with = http_options();
             with.url = it;
             more.push_back(std::make_unique<HttpBackend>(executor, row, with, options.log));
-            auto failure = co_await look(with, std::chrono::seconds(10));
+            auto failure = co_await look(with, std::chrono::seconds(10), cancel);
             if (failure.code == asio::error::invalid_argument ||
                 failure.code == asio::error::operation_aborted)
                 co_return Failure{failure.code, fmt::format("{} {}", it, failure.detail)};
@@ -594,10 +598,11 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
 
     // Whether it serves the first one's model, and answers one token. invalid_argument: another
     // model.
-    asio::awaitable<Failure> look(HttpOptions with, std::chrono::seconds limit) {
+    asio::awaitable<Failure> look(HttpOptions with, std::chrono::seconds limit,
+                                  asio::cancellation_signal& by) {
         std::vector<std::string> theirs;
         error_code failed;
-        if (compare) theirs = co_await models_of(with, &failed);
+        if (compare) theirs = co_await models_of(with, by, &failed);
         if (failed == asio::error::operation_aborted) co_return Failure{failed, "cancelled"};
         auto words = detail::other_models(served, theirs, model);
         if (words.empty() && options.ask_first) {
@@ -605,12 +610,12 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
             asking.limits.whole = limit;
             HttpBackend to(executor, row, asking);
             Request probe = one_token();
-            auto [ec, response] = co_await to.async_complete(std::move(probe), {}, token());
+            auto [ec, response] = co_await to.async_complete(std::move(probe), {}, token(by));
             if (!takes(response) || ec == asio::error::operation_aborted)
                 co_return Failure{ec, response.detail};
         }
         if (compare && theirs.empty()) { // it was starting
-            theirs = co_await models_of(with);
+            theirs = co_await models_of(with, by);
             words = detail::other_models(served, theirs, model);
         }
         if (words.empty()) co_return Failure{};
@@ -647,15 +652,24 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
         while (!self->closing && out()) {
             self->tick.expires_after(std::chrono::milliseconds(250));
             co_await self->tick.async_wait(plain);
-            for (const auto n : spread.due(Clock::now())) {
-                if (self->closing) break;
-                auto with = self->http_options();
-                with.url = self->address(n);
-                const auto failure = co_await self->look(std::move(with), std::chrono::seconds(30));
-                if (!self->closing && !spread.up(n)) self->looked(n, failure);
-            }
+            for (const auto n : spread.due(Clock::now()))
+                if (!self->closing)
+                    asio::co_spawn(self->executor, look_at(self, n), asio::detached);
         }
         self->looking = false;
+    }
+
+    // One that hangs keeps nobody from the others.
+    static asio::awaitable<void> look_at(std::shared_ptr<Impl> self, std::size_t n) {
+        auto& mine = self->looks[n];
+        if (mine) mine->emit(asio::cancellation_type::terminal); // it was in meanwhile
+        const auto stop = mine = std::make_shared<asio::cancellation_signal>();
+        auto with = self->http_options();
+        with.url = self->address(n);
+        const auto failure = co_await self->look(std::move(with), std::chrono::seconds(30), *stop);
+        if (self->closing || self->looks[n] != stop) co_return;
+        self->looks[n].reset();
+        if (!self->spread->up(n)) self->looked(n, failure);
     }
 
     void looked(std::size_t n, const Failure& failure) {
@@ -697,13 +711,13 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     }
 
     // The server's own list. `ec`: it could not be asked.
-    asio::awaitable<std::vector<std::string>> models_of(HttpOptions asking,
-                                                        error_code* ec = nullptr) {
+    asio::awaitable<std::vector<std::string>>
+    models_of(HttpOptions asking, asio::cancellation_signal& by, error_code* ec = nullptr) {
         asking.limits.whole = std::chrono::seconds(10);
         HttpBackend asker(executor, row, asking);
         Request request;
         request.endpoint = "/v1/models";
-        auto [failed, response] = co_await asker.async_complete(std::move(request), {}, token());
+        auto [failed, response] = co_await asker.async_complete(std::move(request), {}, token(by));
         if (ec && failed != Errc::rejected) *ec = failed;
         std::vector<std::string> models;
         if (failed) co_return models;
@@ -718,7 +732,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     asio::awaitable<bool> find_model() {
         error_code failed;
         auto asking = http_options();
-        const auto list = co_await models_of(std::move(asking), &failed);
+        const auto list = co_await models_of(std::move(asking), cancel, &failed);
         if (failed) co_return false;
         if (list.empty()) co_return true;
         model = list.front();
@@ -862,6 +876,7 @@ struct Runtime::Impl : std::enable_shared_from_this<Impl> {
     std::vector<std::string> served;                // the models of the first
     bool compare = false;                           // those of the others with them
     bool looking = false;                           // look_again() runs
+    std::vector<std::shared_ptr<asio::cancellation_signal>> looks; // a server's, that runs
     std::shared_ptr<detail::ReplicaPlanner> spread;
     std::unique_ptr<detail::ReplicaBackend> replicas;
     std::unique_ptr<RequestScheduler> scheduler;

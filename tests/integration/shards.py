@@ -1301,6 +1301,30 @@ class Replicas(WithServers):
         self.all_answered(process, 40)
         self.assertEqual(self.asked_of("c"), [])
 
+    def test_one_that_hangs_while_it_is_looked_at_keeps_nobody_from_another(self):
+        _, a = self.server("a", answers=4, then="go")
+        ports = free_port(), free_port()
+        hangs, right = (f"http://127.0.0.1:{port}/v1" for port in ports)
+        process = self.compared(self.groups(40), a, hangs, right)
+        for url in (hangs, right):
+            self.said(process, url, "begins without it")
+        with socket.create_server(("127.0.0.1", ports[0])) as listener:
+            looks = [listener.accept()[0]]
+            self.late("b", ports[1], self.model)
+            until(lambda: self.asked_of("b"))
+            listener.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    looks.append(listener.accept()[0])
+            looks[-1].setblocking(False)
+            with self.assertRaises(BlockingIOError):  # nobody has given it up
+                while looks[-1].recv(4096):
+                    pass
+            (self.dir / "go").touch()
+            self.all_answered(process, 40)
+            for it in looks:
+                it.close()
+
     def test_when_all_are_away_the_run_waits_for_one_to_come_back(self):
         ports = free_port(), free_port()
         urls = [f"http://127.0.0.1:{port}/v1" for port in ports]

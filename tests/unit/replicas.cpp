@@ -285,8 +285,8 @@ TEST_CASE("What the last one that is in fails waits until the others were looked
         world.end(2);
         CHECK_FALSE(world.next());
         CHECK(planner.wake() == world.now + milliseconds(250));
-        CHECK(planner.due(world.now + milliseconds(1999)).empty());
-        CHECK(planner.due(world.now += seconds(2)) == std::vector<std::size_t>{0});
+        CHECK(planner.due(world.now + milliseconds(999)).empty());
+        CHECK(planner.due(world.now += seconds(1)) == std::vector<std::size_t>{0});
         CHECK(planner.due(world.now += seconds(3)).empty()); // it is being looked at
         CHECK_FALSE(world.next());
         planner.stays_out(0);
@@ -298,7 +298,11 @@ TEST_CASE("What the last one that is in fails waits until the others were looked
         CHECK(world.server_of(1) == 0);
         world.again(1);
         planner.leave_out(0);
-        CHECK_FALSE(fail(1)); // it has waited twice
+        CHECK_FALSE(fail(1)); // that is held against it, but first others are looked at
+        CHECK_FALSE(world.next());
+        CHECK(planner.due(world.now).empty());
+        CHECK(planner.due(world.now += seconds(1)) == std::vector<std::size_t>{0});
+        planner.stays_out(0);
         CHECK(world.server_of(1) == 1);
         world.end(1);
         // What waits can be given up.
@@ -587,6 +591,47 @@ TEST_CASE("What a server has refused or failed it does not steal back, while ano
         REQUIRE(pick);
         CHECK(pick->server == a->server);
         world.end(pick->id);
+    }
+    // Both have failed it: the one that did so last leaves it to the other.
+    World both(2, 1);
+    both.known();
+    both.add(1, 0);
+    const auto first = both.server_of(1);
+    CHECK(both.planner.failed(first, Fault::passing, 1).elsewhere);
+    both.again(1);
+    CHECK(both.server_of(1) == 1 - first);
+    both.add(2, 0);
+    CHECK(both.server_of(2) == first);
+    CHECK_FALSE(both.planner.failed(1 - first, Fault::passing, 1).elsewhere);
+    both.again(1);
+    CHECK_FALSE(both.next());
+    both.end(2);
+    CHECK(both.server_of(1) == first);
+}
+
+TEST_CASE("The last one that is in rests after eight failures, each time") {
+    World world(2, 9);
+    auto& planner = world.known().planner;
+    planner.leave_out(0);
+    for (RequestId id = 1; id <= 40; ++id) world.add(id, 0);
+    const auto fail_eight = [&] {
+        while (world.next()) {}
+        REQUIRE(world.running.size() == 9);
+        for (int i = 0; i < 8; ++i) {
+            const auto id = world.running.begin()->first;
+            planner.failed(1, Fault::passing, id);
+            world.end(id, Step::failed);
+        }
+    };
+    for (int i = 0; i < 3; ++i) {
+        fail_eight();
+        CHECK_FALSE(world.next()); // until the other one was looked at, or it answers
+        planner.due(world.now);
+        CHECK(planner.due(world.now += std::chrono::seconds(1)).size() == 1);
+        CHECK_FALSE(world.next());
+        if (i % 2) planner.stays_out(0);
+        world.end(world.running.begin()->first);
+        if (i % 2 == 0) planner.stays_out(0);
     }
 }
 

@@ -49,10 +49,10 @@ public:
         /// Without a sign of life, at least; and four times what the longest answer took.
         std::chrono::milliseconds silence{60000};
         std::chrono::milliseconds held{1000}; ///< from a failure of a held server to its next one
-        /// An item that all have failed that are in waits, twice, until those that are out were
-        /// looked at, at most so long; and so does the last one that is in and only fails.
-        /// Meanwhile a look comes after so long.
-        std::chrono::milliseconds wait{15000}, soon{2000};
+        /// An item that all have failed that are in waits until those that are out were looked at,
+        /// at most so long; and so does the last one that is in and only fails. Meanwhile a look
+        /// comes after so long.
+        std::chrono::milliseconds wait{15000}, soon{1000};
     };
     struct Count {
         std::uint64_t sent = 0;
@@ -391,7 +391,7 @@ public:
 private:
     static constexpr unsigned too_many = 2;                  // broken connections
     static constexpr unsigned few = 3, many = 8;             // failures with no answer between
-    static constexpr unsigned most_waits = 2;                // of an item for servers that are out
+    static constexpr unsigned most_waits = 2;                // failures that cost an item only that
     static constexpr std::chrono::milliseconds recheck{250}; // of those that wait so
     static constexpr std::size_t window = 512;               // in a server's planner at once
     static constexpr std::size_t none = ~std::size_t(0);
@@ -403,6 +403,12 @@ private:
         bool begun = false;          // its server has had a turn of it
         std::uint64_t failed_at = 0; // a turn, or refused wrongly: a bit a server
         std::uint64_t ended = 0;     // when the last one left
+    };
+    // Until each server that is out was looked at, after it began.
+    struct Wait {
+        bool on = false;
+        std::uint64_t since = 0; // the last look then
+        Point until{};           // at the latest; none: nobody has waited yet
     };
     struct Item {
         Prompt prompt;
@@ -417,10 +423,8 @@ private:
         std::uint64_t failed_at = 0;  // of these: not as they were busy, or could not be reached
         std::uint64_t refused_at = 0; // of these
         std::uint64_t checking = 0;   // what these refused is being asked elsewhere
-        unsigned waits = 0;           // times that it was to wait for one that is out
-        bool waiting = false;         // for a look at each that is after this one:
-        std::uint64_t waits_since = 0;
-        Point wait_until{};
+        unsigned waits = 0;           // failures that it has only waited for
+        Wait wait;
         unsigned shown = 0; // times that another one was asked so
         Point sent{};
         std::uint64_t cost = 1;
@@ -438,8 +442,7 @@ private:
         unsigned wrong = 0;       // others answered what it refused, since its last answer
         unsigned streak = 0;      // of refusals and failures since its last answer
         unsigned rests_at = many; // such a one
-        std::optional<std::uint64_t> rests_since{}; // for a look at those out after this one
-        Point rests_until{};
+        Wait rest;
         bool said = false; // that it is held, since its last answer
         bool open = true, out = false, proven = true, barred = false;
         bool answered = false; // since it is in
@@ -483,6 +486,7 @@ private:
         it.proven = it.answered = true;
         it.failed = it.broken = it.wrong = it.in_a_row = it.streak = 0;
         it.rests_at = many;
+        it.rest.on = false;
         it.said = false;
         it.busy_since = Point{};
     }
@@ -536,46 +540,43 @@ private:
         if (item.session) item.session->failed_at |= bit(server);
     }
 
-    // Whether all that are out were looked at after that look.
-    bool all_looked_at(std::uint64_t since) const {
-        return std::all_of(servers_.begin(), servers_.end(),
-                           [&](const Server& it) { return !it.out || it.looked > since; });
+    void begin(Wait& wait) {
+        wait = {true, looks_, {}};
+        for (auto& it : servers_) it.soon |= it.out;
+    }
+
+    bool goes_on(Wait& wait, Point now) const {
+        if (!wait.on) return false;
+        if (wait.until == Point{}) wait.until = now + options_.wait;
+        wait.on = now < wait.until &&
+                  std::any_of(servers_.begin(), servers_.end(),
+                              [&](const Server& it) { return it.out && it.looked <= wait.since; });
+        return wait.on;
     }
 
     // Others may be well again, before all is spent on this one.
     bool rests(Server& server, Point now) {
         if (!server.answered || server.streak < server.rests_at || !any_out()) return false;
-        if (!server.rests_since) {
-            server.rests_since = looks_;
-            server.rests_until = now + options_.wait;
-        }
-        if (now >= server.rests_until || all_looked_at(*server.rests_since)) {
-            server.rests_since.reset();
+        if (!server.rest.on) begin(server.rest);
+        if (!goes_on(server.rest, now)) {
             server.rests_at *= 2;
             return false;
         }
-        for (auto& it : servers_) it.soon |= it.out && it.looked <= *server.rests_since;
+        for (auto& it : servers_) it.soon |= it.out && it.looked <= server.rest.since;
         return true;
     }
 
-    // All that are in have failed it, but others may be well again: those are looked at.
+    // All that are in have failed it, but others may be well again: those are looked at before it
+    // is asked again. True: that failure is not held against it.
     bool waits(Item& item) {
-        if (any_out() && item.waits < most_waits) {
-            for (auto& it : servers_) it.soon |= it.out;
-            ++item.waits;
-            item.waits_since = looks_;
-            item.wait_until = Point{};
-            return item.waiting = true;
-        }
-        return false;
+        if (!any_out()) return false;
+        begin(item.wait);
+        return item.waits < most_waits && ++item.waits > 0;
     }
 
     bool still_waits(Item& item, Point now) const {
-        if (!item.waiting) return false;
-        if (item.wait_until == Point{}) item.wait_until = now + options_.wait;
-        item.waiting = now < item.wait_until && best(item.failed_at) == none &&
-                       !all_looked_at(item.waits_since);
-        return item.waiting;
+        item.wait.on = goes_on(item.wait, now) && best(item.failed_at) == none;
+        return item.wait.on;
     }
 
     // The servers that it is kept from: those that have failed it, or its conversation, while
@@ -847,7 +848,7 @@ private:
         std::unordered_set<const Session*> taken;
         const auto wanted = [&](const Item& item) {
             const auto* session = item.session;
-            if (thief != none && (kept_from(item) & bit(thief))) return false;
+            if (thief != none && ((kept_from(item) | item.failed_at) & bit(thief))) return false;
             if (all || !session) return all || ids.size() < count;
             if (session->begun) return false;
             if (!taken.contains(session) && ids.size() >= count) return false;

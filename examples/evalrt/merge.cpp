@@ -104,6 +104,7 @@ public:
             return unwritable(name());
         }
         const auto to = through_ ? path_ : path_ + ".merging";
+        if (!through_) std::remove(to.c_str()); // it may be a link
         std::ofstream file(to, std::ios::binary | std::ios::trunc);
         if (file) fill(file);
         file.close();

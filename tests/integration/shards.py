@@ -891,6 +891,17 @@ class Names(WithServers):
             self.assertEqual(code, 0, err)
             (self.dir / "x").unlink()
         self.assertEqual(self.files() & {"x.merging", "x.merging-wal", "x.merging.new-journal"}, set())
+        # Nor is it a way to another file.
+        for parts in (("o.0", "o.1"), ("j.0", "j.1")):
+            for there in ("nothing", "kept"):
+                (self.dir / "kept").write_text("kept")
+                (self.dir / "x.merging").symlink_to(there)
+                code, err = self.merge("x", *parts)
+                self.assertEqual(code, 0, err)
+                self.assertEqual((self.dir / "kept").read_text(), "kept")
+                self.assertFalse({"nothing", "x.merging"} & self.files())
+                self.assertFalse((self.dir / "x").is_symlink())
+                (self.dir / "x").unlink()
         # But it may be one.
         for part in ("o.0", "j.0"):
             (self.dir / "x.merging").write_bytes((self.dir / part).read_bytes())

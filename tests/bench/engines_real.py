@@ -79,6 +79,9 @@ class Bench:
         summary["outputs"] = [u["completion_tokens"] for u in usage]
         summary["prefilled"] = sum(u["prompt_tokens"] - (row["evalrt"]["cached_tokens"] or 0)
                                    for u, row in zip(usage, rows))
+        sent = lambda it: it["queued_ms"] / 1000
+        summary["times"] = [(sent(it), sent(it) + (it["first_text_ms"] or 0) / 1000, it["total_ms"] / 1000,
+                             it["completion_tokens"]) for it in (row["evalrt"] for row in rows)]
         return summary
 
     def model(self, engine, suite, bodies, runs, name, again={}):
@@ -105,9 +108,20 @@ class Bench:
 
     def limit(self, engine, suite, run):
         """Achieved over what the rates that the run has seen would allow."""
-        if run["bound_seconds"]:
-            self.figure(engine, suite, "at least needed / taken", run["bound_seconds"] / run["wall_seconds"], 0.75,
-                        calibration=run["calibration"], in_flight=round(run["in_flight_mean"], 1))
+        if not run["bound_seconds"]:
+            return
+        # After the last one was sent places stay empty: what was decoded then, at the rate of all places.
+        sent = max(it[0] for it in run["times"])
+        tail = run["wall_seconds"] - sent
+        decoded = sum(tokens * max(end - max(first, sent), 0) / max(end - first, 1e-3)
+                      for _, first, end, tokens in run["times"])
+        busy = sum(max(end - sent, 0) for _, _, end, _ in run["times"]) / tail
+        lost = max(tail - decoded / run["calibration"]["decode_tokens_per_second"], 0)
+        self.figure(engine, suite, "at least needed / taken", run["bound_seconds"] / run["wall_seconds"], 0.75,
+                    calibration=run["calibration"], in_flight=round(run["in_flight_mean"], 1),
+                    limit=f"{tail:.1f} of {run['wall_seconds']:.1f} s after the last was sent, {busy:.1f} of "
+                          f"{run['max_in_flight']} in flight: {run['bound_seconds'] / (run['wall_seconds'] - lost):.3f} "
+                          "without what that cost")
 
     def mlx(self):
         engine = "mlx_lm.server"

@@ -149,7 +149,7 @@ TEST_CASE("a pool hands out what is its own, and gives back what nobody uses") {
             }
         };
         for (int round = 0; round < 3; ++round) {
-            for (int i = 0; i < 500; ++i) {
+            for (int i = 0; i < 1000; ++i) {
                 auto* const memory = static_cast<char*>(pool.take(size));
                 CHECK(reinterpret_cast<std::uintptr_t>(memory) % alignof(std::max_align_t) == 0);
                 CHECK(taken.emplace(memory, i).second);

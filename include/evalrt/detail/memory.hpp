@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <new>
 #include <utility>
@@ -141,7 +142,7 @@ public:
         if (!fits(size)) return ::operator delete(memory);
         auto& of = kinds_[(size - 1) / step];
         auto* const slab = reinterpret_cast<Slab*>(reinterpret_cast<std::uintptr_t>(memory) &
-                                                   ~std::uintptr_t(slab_size - 1));
+                                                   ~std::uintptr_t(aligned - 1));
         slab->spare = new (memory) Block{slab->spare};
         if (slab->taken-- == slab->most)
             link(of, *slab);
@@ -152,7 +153,10 @@ public:
     std::size_t slabs() const { return slabs_; }
 
 private:
-    static constexpr std::size_t step = 32, largest = 2048, slab_size = 16 << 10;
+    static constexpr std::size_t step = 16, largest = 2048, aligned = 16 << 10;
+    // The system's allocator keeps two words before each: without these bytes its next one fits
+    // right behind, and needs no pages for what lies between.
+    static constexpr std::size_t slab_size = aligned - 16;
 
     struct Block {
         Block* next;
@@ -170,7 +174,8 @@ private:
     static bool fits(std::size_t size) { return own_memory && size > 0 && size <= largest; }
 
     Slab& add(Kind& of, std::size_t block) {
-        void* const memory = ::operator new(slab_size, std::align_val_t(slab_size));
+        void* memory = nullptr;
+        if (::posix_memalign(&memory, aligned, slab_size) != 0) throw std::bad_alloc();
         auto& slab = *new (memory) Slab;
         slab.block = std::uint32_t(block);
         slab.most = std::uint32_t((slab_size - sizeof(Slab)) / block);
@@ -182,7 +187,7 @@ private:
     void drop(Kind& of, Slab& slab) {
         unlink(of, slab);
         --slabs_;
-        ::operator delete(&slab, std::align_val_t(slab_size));
+        std::free(&slab);
     }
 
     static void link(Kind& of, Slab& slab) {

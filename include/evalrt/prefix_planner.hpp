@@ -223,19 +223,20 @@ public:
     RadixPlanner& operator=(const RadixPlanner&) = delete;
 
     void add(RequestId id, const Prompt& prompt) override {
-        Node& node = insert(prompt);
-        for (Node* it = &node; it; it = it->parent) {
-            ++it->live;
-            if (it->idle) unlist(*it);
-        }
-        Entry& entry = entries_.make(id, node, prompt.bytes());
+        expect_text(prompt); // it comes while the entry is made
+        Entry& entry = entries_.make(id, prompt.bytes());
         entry.most = prompt.output_tokens.value_or(0);
-        entry.output = predicted(node, entry.most);
         entry.arrival = ++arrivals_;
         entry.streamed = prompt.streamed;
         entry.client = prompt.client;
         entry.front = std::min(prompt.front, entry.bytes);
+        entry.node = &insert(prompt, entry.bytes);
         entries_.insert(entry);
+        entry.output = predicted(*entry.node, entry.most);
+        for (Node* it = entry.node; it; it = it->parent) {
+            ++it->live;
+            if (it->idle) unlist(*it);
+        }
         if (prompt.session.empty() || options_.in_order) return enqueue(entry);
         entry.turn = prompt.turn;
         entry.session = &sessions_[prompt.session];
@@ -557,15 +558,14 @@ private:
     };
 
     struct Entry : Link, ByArrival {
-        Entry(RequestId name, Node& leaf, std::size_t prompt_bytes)
-            : id(name), node(&leaf), bytes(prompt_bytes) {}
+        Entry(RequestId name, std::size_t prompt_bytes) : id(name), bytes(prompt_bytes) {}
 
         std::uint64_t key() const { return key_of(id); }
 
         std::int64_t rank = 0; // those with more go first
         std::uint64_t arrival = 0;
         RequestId id;
-        Node* node;
+        Node* node = nullptr;
         std::size_t bytes;
         std::int64_t output = 0, most = 0; // tokens of the answer: predicted, and at most
         Point sent{};
@@ -604,11 +604,10 @@ private:
 
     static constexpr std::uint64_t multiplier = 0x9e3779b97f4a7c15u;
 
-    static std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
-        __extension__ typedef unsigned __int128 Wide;
-        const Wide product = Wide(a) * b;
-        return std::uint64_t(product) ^ std::uint64_t(product >> 64);
-    }
+    __extension__ typedef unsigned __int128 Wide;
+
+    static std::uint64_t folded(Wide it) { return std::uint64_t(it) ^ std::uint64_t(it >> 64); }
+    static std::uint64_t mixed(std::uint64_t a, std::uint64_t b) { return folded(Wide(a) * b); }
 
     static std::uint64_t word(const char* text) {
         std::uint64_t it;
@@ -616,17 +615,21 @@ private:
         return it;
     }
 
-    // Four multiplications that do not wait for each other: as fast as memory is read.
+    // Four multiplications that do not wait for each other, folded once: as fast as memory is read.
     static std::uint64_t hash(const char* text) {
-        return mixed(word(text) ^ 0xa0761d6478bd642fu, word(text + 8) ^ 0xe7037ed1a0b428dbu) ^
-               mixed(word(text + 16) ^ 0x8ebc6af09c88c6e3u, word(text + 24) ^ 0x589965cc75374cc3u) ^
-               mixed(word(text + 32) ^ 0x1d8e4e27c47d124fu, word(text + 40) ^ 0xeb44accab455d165u) ^
-               mixed(word(text + 48) ^ 0x2f9be6cc39a1d7d1u, word(text + 56) ^ 0x9f8d0f3b5a6c7e43u);
+        const auto product = [text](std::size_t at, std::uint64_t a, std::uint64_t b) {
+            return Wide(word(text + at) ^ a) * (word(text + at + 8) ^ b);
+        };
+        return folded(product(0, 0xa0761d6478bd642fu, 0xe7037ed1a0b428dbu) ^
+                      product(16, 0x8ebc6af09c88c6e3u, 0x589965cc75374cc3u) ^
+                      product(32, 0x1d8e4e27c47d124fu, 0xeb44accab455d165u) ^
+                      product(48, 0x2f9be6cc39a1d7d1u, 0x9f8d0f3b5a6c7e43u));
     }
 
+    template <int caches = 3> // all of them; 2: not the first
     static void ahead([[maybe_unused]] const void* memory) {
 #if defined(__GNUC__)
-        __builtin_prefetch(memory);
+        __builtin_prefetch(memory, 0, caches);
 #endif
     }
     static void ahead(const void* memory, std::size_t size, std::size_t step = 64) {
@@ -641,30 +644,35 @@ private:
     }
 
     // Long prompts are read from memory, whose own looking ahead begins late and ends at each page:
-    // so many bytes ahead, and where their pages are at once.
+    // so many bytes ahead, too many for the first cache, and where their pages are at once.
     static constexpr std::size_t reach = 2048, page = 4096, pages = 64;
-    static void expect_text(std::string_view text) {
-        ahead(text.data(), std::min(text.size(), pages * page), page);
-        ahead(text.data(), std::min(text.size(), reach));
+    static void expect_text(const Prompt& prompt) {
+        for (const auto segment : prompt.segments) {
+            ahead(segment.data(), std::min(segment.size(), pages * page), page);
+            ahead(segment.data(), std::min(segment.size(), reach));
+            if (segment.size() >= reach) break; // it makes time for the rest
+        }
     }
 
     // Names the whole blocks of the text, up to `most` of them; takes them off.
     static std::uint64_t name(std::string_view& text, std::size_t most, std::uint64_t chain,
                               Block*& out) {
         Block* to = out;
-        for (; text.size() >= block && most > 0; text.remove_prefix(block), --most) {
-            if (text.size() > reach) ahead(text.data() + reach);
-            chain = mixed(chain ^ hash(text.data()), multiplier);
+        const char* at = text.data();
+        const char* const end = at + std::min(text.size() / block, most) * block;
+        for (auto left = text.size(); at != end; at += block, left -= block) {
+            if (left > reach) ahead<2>(at + reach);
+            chain = mixed(chain ^ hash(at), multiplier);
             *to++ = Block(chain >> 32);
         }
+        text.remove_prefix(std::size_t(at - text.data()));
         out = to;
         return chain;
     }
 
     // The leaf of the prompt. Its blocks are followed through the tree while it is read, so that
     // what is there of it comes from memory meanwhile.
-    Node& insert(const Prompt& prompt) {
-        const auto bytes = prompt.bytes();
+    Node& insert(const Prompt& prompt, std::size_t bytes) {
         const auto most = (prompt.domain.size() + bytes) / block + 3;
         if (path_.size() < most) path_.resize(most);
         Block* out = path_.data();
@@ -690,7 +698,13 @@ private:
                     at = node->edge.data();
                     end = at + node->edge.size();
                 }
-                for (; at != end && seen != out && *at == *seen; ++at) ++seen;
+                const auto both = std::min(end - at, out - seen);
+                if (std::equal(at, at + both, seen)) { // the usual case, many at once
+                    at += both;
+                    seen += both;
+                } else {
+                    std::tie(at, seen) = std::mismatch(at, at + both, seen);
+                }
                 parted = at != end && seen != out;
             }
         };
@@ -722,10 +736,6 @@ private:
             }
             if (!text.empty()) std::memcpy(rest, text.data(), held = text.size());
         };
-        for (const auto segment : prompt.segments) {
-            expect_text(segment);
-            if (segment.size() >= reach) break; // it makes time for the rest
-        }
         take(prompt.domain, [] {});
         close(block);
         path_.front() = out[-1];

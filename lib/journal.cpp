@@ -1,6 +1,7 @@
 #include "evalrt/journal.hpp"
 
 #include "evalrt/detail/complete.hpp"
+#include "evalrt/detail/memory.hpp"
 #include "journal_file.hpp"
 #include "json_text.hpp"
 
@@ -320,12 +321,13 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     Text sent(const Request& request) const { return run.sent ? run.sent(request) : request.body; }
 
-    void submit(Request request, TextSink on_text, Handler handler) {
+    void submit(Request&& request, TextSink&& on_text, Handler&& handler) {
         if (request.body.empty() && inner) // a GET
             return inner->async_complete(std::move(request), std::move(on_text),
                                          std::move(handler));
         if (broken || closed) return refuse(std::move(handler));
-        auto one = std::make_shared<Live>(request.stream, std::move(on_text), std::move(handler));
+        auto one = std::allocate_shared<Live>(detail::PoolAllocator<Live>(*pool), request.stream,
+                                              std::move(on_text), std::move(handler));
         auto& live = *one;
         waiting.push_back(live);
         detail::JournalDecision decision;
@@ -391,12 +393,14 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     // The end of what the inner backend was asked.
     struct Asked {
+        using allocator_type = detail::PoolAllocator<char>;
         using cancellation_slot_type = asio::cancellation_slot;
 
         std::shared_ptr<Impl> self;
         std::shared_ptr<Live> live;
         asio::cancellation_slot slot;
 
+        allocator_type get_allocator() const noexcept { return *self->pool; }
         cancellation_slot_type get_cancellation_slot() const noexcept { return slot; }
         void operator()(error_code, Response&& response) {
             self->ended(std::move(live), std::move(response));
@@ -505,14 +509,14 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     // On the thread.
     void count(detail::JournalRow& row) {
         asks.endpoint = row.endpoint;
-        asks.body = row.body;
+        asks.body = std::move(row.body); // lent: to count another owner takes longer
         const auto body = sent(asks);
         row.key = detail::journal_key(identity, row.endpoint, body);
         row.occurrence = counts.next(row.key);
         const auto item = std::size_t(row.item);
         if (repeatable.size() <= item) repeatable.resize(item + 1);
         repeatable[item] = at_temperature_zero(body);
-        asks.body = {};
+        row.body = std::exchange(asks.body, {});
     }
 
     // Afterwards. A fresh run looks nothing up: its index is made when that changes.
@@ -657,6 +661,9 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     Backend* inner = nullptr;
     bool inner_is_here = false; // on the same executor
     detail::JournalIndex index;
+    // Of what waits: among the requests' bodies it would leave holes, as names would. What a
+    // caller's cancellation slot knows of a request may stay longer than the journal.
+    std::unique_ptr<detail::Pool, detail::Pool::Leave> pool{new detail::Pool};
     asio::steady_timer timer; // of the group
     std::shared_ptr<Group> group, spare;
     intrusive::list<Live, intrusive::constant_time_size<false>> waiting;

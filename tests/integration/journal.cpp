@@ -379,6 +379,22 @@ TEST_CASE("what was cancelled was not run") {
     CHECK(session.server.calls == 1);
 }
 
+TEST_CASE("a cancellation slot may stay longer than the journal that never answered") {
+    Folder folder;
+    std::list<Asked> all;
+    {
+        Session session(folder / "j");
+        session.hold = true;
+        for (int i = 0; i < 3; ++i) session.ask(question("a"));
+        session.poll();
+        all.swap(session.all);
+    }
+    for (auto& asked : all) {
+        asked.cancel.emit(asio::cancellation_type::terminal);
+        CHECK(asked.completions == 0);
+    }
+}
+
 TEST_CASE("one who waits for the journal can be cancelled") {
     Folder folder;
     const auto path = folder / "j";

@@ -23,6 +23,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include <sched.h>
+
 namespace evalrt {
 namespace intrusive = boost::intrusive;
 namespace {
@@ -68,6 +70,11 @@ public:
 
 private:
     void run() {
+#ifdef SCHED_BATCH
+        // When it wakes up, those who ask and who answer keep their processor.
+        const sched_param none{};
+        ::sched_setscheduler(0, SCHED_BATCH, &none);
+#endif
         std::unique_lock lock(mutex_);
         while (true) {
             ready_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });

@@ -1,7 +1,6 @@
 #include "evalrt/journal.hpp"
 
 #include "evalrt/detail/complete.hpp"
-#include "evalrt/detail/memory.hpp"
 #include "journal_file.hpp"
 #include "json_text.hpp"
 
@@ -22,8 +21,6 @@
 #include <span>
 #include <thread>
 #include <unordered_map>
-
-#include <sched.h>
 
 namespace evalrt {
 namespace intrusive = boost::intrusive;
@@ -70,11 +67,6 @@ public:
 
 private:
     void run() {
-#ifdef SCHED_BATCH
-        // When it wakes up, those who ask and who answer keep their processor.
-        const sched_param none{};
-        ::sched_setscheduler(0, SCHED_BATCH, &none);
-#endif
         std::unique_lock lock(mutex_);
         while (true) {
             ready_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
@@ -328,13 +320,12 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     Text sent(const Request& request) const { return run.sent ? run.sent(request) : request.body; }
 
-    void submit(Request&& request, TextSink&& on_text, Handler&& handler) {
+    void submit(Request request, TextSink on_text, Handler handler) {
         if (request.body.empty() && inner) // a GET
             return inner->async_complete(std::move(request), std::move(on_text),
                                          std::move(handler));
         if (broken || closed) return refuse(std::move(handler));
-        auto one = std::allocate_shared<Live>(detail::PoolAllocator<Live>(*pool), request.stream,
-                                              std::move(on_text), std::move(handler));
+        auto one = std::make_shared<Live>(request.stream, std::move(on_text), std::move(handler));
         auto& live = *one;
         waiting.push_back(live);
         detail::JournalDecision decision;
@@ -400,14 +391,12 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
 
     // The end of what the inner backend was asked.
     struct Asked {
-        using allocator_type = detail::PoolAllocator<char>;
         using cancellation_slot_type = asio::cancellation_slot;
 
         std::shared_ptr<Impl> self;
         std::shared_ptr<Live> live;
         asio::cancellation_slot slot;
 
-        allocator_type get_allocator() const noexcept { return *self->pool; }
         cancellation_slot_type get_cancellation_slot() const noexcept { return slot; }
         void operator()(error_code, Response&& response) {
             self->ended(std::move(live), std::move(response));
@@ -516,14 +505,14 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     // On the thread.
     void count(detail::JournalRow& row) {
         asks.endpoint = row.endpoint;
-        asks.body = std::move(row.body); // lent: to count another owner takes longer
+        asks.body = row.body;
         const auto body = sent(asks);
         row.key = detail::journal_key(identity, row.endpoint, body);
         row.occurrence = counts.next(row.key);
         const auto item = std::size_t(row.item);
         if (repeatable.size() <= item) repeatable.resize(item + 1);
         repeatable[item] = at_temperature_zero(body);
-        row.body = std::exchange(asks.body, {});
+        asks.body = {};
     }
 
     // Afterwards. A fresh run looks nothing up: its index is made when that changes.
@@ -668,9 +657,6 @@ struct Journal::Impl : std::enable_shared_from_this<Impl> {
     Backend* inner = nullptr;
     bool inner_is_here = false; // on the same executor
     detail::JournalIndex index;
-    // Of what waits: among the requests' bodies it would leave holes, as names would. What a
-    // caller's cancellation slot knows of a request may stay longer than the journal.
-    std::unique_ptr<detail::Pool, detail::Pool::Leave> pool{new detail::Pool};
     asio::steady_timer timer; // of the group
     std::shared_ptr<Group> group, spare;
     intrusive::list<Live, intrusive::constant_time_size<false>> waiting;

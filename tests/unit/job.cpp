@@ -171,16 +171,3 @@ TEST_CASE("a pool hands out what is its own, and gives back what nobody uses") {
         CHECK(pool.slabs() <= 5); // one of each size
     }
 }
-
-TEST_CASE("a pool that its owner has left ends with the last that is given back") {
-    for (const std::size_t size : {100u, 5000u}) {
-        std::unique_ptr<Pool, Pool::Leave> pool(new Pool);
-        Pool& left = *pool;
-        void *const first = pool->take(size), *const second = pool->take(size);
-        pool.reset();
-        left.give(first, size);
-        static_cast<char*>(second)[size - 1] = 1;
-        left.give(second, size);
-    }
-    const std::unique_ptr<Pool, Pool::Leave> unused(new Pool);
-}

@@ -115,14 +115,6 @@ std::unique_ptr<T, SpareDelete> make_spare(Args&&... args) {
 /// ends.
 class Pool {
 public:
-    /// For an owner that may end before all is given back: the pool ends with the last of it.
-    struct Leave {
-        void operator()(Pool* pool) const noexcept {
-            pool->left_ = true;
-            if (pool->taken_ == 0) delete pool;
-        }
-    };
-
     Pool() = default;
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -132,23 +124,7 @@ public:
     }
 
     void* take(std::size_t size) {
-        void* const memory = fits(size) ? in_slab(size) : ::operator new(size);
-        ++taken_;
-        return memory;
-    }
-
-    void give(void* memory, std::size_t size) noexcept {
-        if (fits(size))
-            back(memory, size);
-        else
-            ::operator delete(memory);
-        if (--taken_ == 0 && left_) delete this;
-    }
-
-    std::size_t slabs() const { return slabs_; }
-
-private:
-    void* in_slab(std::size_t size) {
+        if (!fits(size)) return ::operator new(size);
         auto& of = kinds_[(size - 1) / step];
         Slab* const slab = of.first ? of.first : &add(of, (size + step - 1) / step * step);
         void* memory;
@@ -162,7 +138,8 @@ private:
         return memory;
     }
 
-    void back(void* memory, std::size_t size) noexcept {
+    void give(void* memory, std::size_t size) noexcept {
+        if (!fits(size)) return ::operator delete(memory);
         auto& of = kinds_[(size - 1) / step];
         auto* const slab = reinterpret_cast<Slab*>(reinterpret_cast<std::uintptr_t>(memory) &
                                                    ~std::uintptr_t(aligned - 1));
@@ -173,6 +150,9 @@ private:
             drop(of, *slab);
     }
 
+    std::size_t slabs() const { return slabs_; }
+
+private:
     static constexpr std::size_t step = 16, largest = 2048, aligned = 16 << 10;
     // The system's allocator keeps two words before each: without these bytes its next one fits
     // right behind, and needs no pages for what lies between.
@@ -223,8 +203,7 @@ private:
     }
 
     std::array<Kind, largest / step> kinds_;
-    std::size_t slabs_ = 0, taken_ = 0;
-    bool left_ = false;
+    std::size_t slabs_ = 0;
 };
 
 /// For the nodes of containers; not for types that ask for more than the usual alignment.

@@ -540,41 +540,40 @@ private:
         if (item.session) item.session->failed_at |= bit(server);
     }
 
-    void begin(Wait& wait) {
-        wait = {true, looks_, {}};
-        for (auto& it : servers_) it.soon |= it.out;
-    }
-
-    bool goes_on(Wait& wait, Point now) const {
+    // Those that it is for are looked at soon.
+    bool goes_on(Wait& wait, Point now) {
         if (!wait.on) return false;
         if (wait.until == Point{}) wait.until = now + options_.wait;
-        wait.on = now < wait.until &&
-                  std::any_of(servers_.begin(), servers_.end(),
-                              [&](const Server& it) { return it.out && it.looked <= wait.since; });
+        wait.on = false;
+        if (now >= wait.until) return false;
+        for (auto& it : servers_) {
+            if (!it.out || it.looked > wait.since) continue;
+            wait.on = true;
+            it.soon |= !it.looking;
+        }
         return wait.on;
     }
 
     // Others may be well again, before all is spent on this one.
     bool rests(Server& server, Point now) {
         if (!server.answered || server.streak < server.rests_at || !any_out()) return false;
-        if (!server.rest.on) begin(server.rest);
-        if (!goes_on(server.rest, now)) {
-            server.rests_at *= 2;
-            return false;
-        }
-        for (auto& it : servers_) it.soon |= it.out && it.looked <= server.rest.since;
-        return true;
+        if (!server.rest.on) server.rest = {true, looks_, {}};
+        if (goes_on(server.rest, now)) return true;
+        server.rests_at *= 2;
+        return false;
     }
 
     // All that are in have failed it, but others may be well again: those are looked at before it
     // is asked again. True: that failure is not held against it.
     bool waits(Item& item) {
         if (!any_out()) return false;
-        begin(item.wait);
-        return item.waits < most_waits && ++item.waits > 0;
+        item.wait = {true, looks_, {}};
+        if (item.waits == most_waits) return false;
+        ++item.waits;
+        return true;
     }
 
-    bool still_waits(Item& item, Point now) const {
+    bool still_waits(Item& item, Point now) {
         item.wait.on = goes_on(item.wait, now) && best(item.failed_at) == none;
         return item.wait.on;
     }

@@ -969,17 +969,25 @@ std::int64_t JournalFile::read_summary(JournalSummary& summary) {
     summary.config = from_json(runs.text(2));
     summary.server_version = std::string(runs.text(3));
     summary.runs = runs.integer(4);
-    Statement sessions(*this, "SELECT ended FROM sessions WHERE run = ? ORDER BY id");
+    Statement sessions(*this, "SELECT ended, id FROM sessions WHERE run = ? ORDER BY id");
     sessions.add(run);
-    for (; sessions.step("read"); ++summary.sessions) summary.ended = !sessions.is_null(0);
-    // One that was joined has a session for what it was joined from.
-    if (const auto starts = facts(run)["starts"]; !starts.empty())
+    std::int64_t first = 0;
+    for (; sessions.step("read"); ++summary.sessions) {
+        summary.ended = !sessions.is_null(0);
+        if (first == 0) first = sessions.integer(1);
+    }
+    // One that was joined has a session for what it was joined from, each part of which may have
+    // had several: they ran beside each other, as long as the longest.
+    auto known = facts(run);
+    if (const auto& starts = known["starts"]; !starts.empty())
         summary.sessions += std::atoll(starts.c_str()) - 1;
+    const auto& longest = known["longest_ms"];
     // The time of a session's last outcome, after its start.
     Statement walls(*this, "SELECT sum(last) FROM (SELECT max(o.at) AS last FROM outcomes o JOIN "
-                           "sessions s ON s.id = o.session WHERE s.run = ? GROUP BY o.session)");
-    walls.add(run).step("read");
-    summary.wall_seconds = double(walls.integer(0)) / 1000;
+                           "sessions s ON s.id = o.session WHERE s.run = ? AND s.id > ? "
+                           "GROUP BY o.session)");
+    walls.add(run).add(longest.empty() ? 0 : first).step("read");
+    summary.wall_seconds = double(std::atoll(longest.c_str()) + walls.integer(0)) / 1000;
     return run;
 }
 
@@ -1212,6 +1220,8 @@ Failure JournalFile::add(JournalFile& shard, JournalMerge& result) {
         }
         shards_.insert(shards_.end(), parts.begin(), parts.end());
         starts_ += summary.sessions;
+        longest_ms_ =
+            std::max<std::int64_t>(longest_ms_, std::llround(1000 * summary.wall_seconds));
 
         std::unordered_map<std::int64_t, std::pair<std::int64_t, bool>> latest; // by item
         Statement outcomes(shard, "SELECT id, item, failure FROM outcomes");
@@ -1312,10 +1322,11 @@ Failure JournalFile::added(JournalMerge& result) {
         facts_["copies"] = copies.empty() ? "" : to_json(copies);
         facts_["parts"] = parts;
         facts_["starts"] = std::to_string(starts_);
+        facts_["longest_ms"] = std::to_string(longest_ms_);
         facts_["by_name"] = more > 0 || !result.missing.empty() ? "all" : repeats ? "repeats" : "";
         execute("BEGIN IMMEDIATE");
         for (const auto* name : {"server", "items", "cut", "content", "invalid", "copies", "parts",
-                                 "by_name", "starts"})
+                                 "by_name", "starts", "longest_ms"})
             set_fact(run_, name, facts_[name]);
         execute("COMMIT");
         if (parts.empty()) return;

@@ -134,6 +134,7 @@ private:
     std::int64_t started_ = 0;           // of the session, ms since 1970
     std::string suite_, urls_;           // of the run, when shards are added
     std::int64_t starts_ = 0;            // of theirs
+    std::int64_t longest_ms_ = 0;        // that one of them took
     std::string identity_, version_;     // likewise
     JournalFields config_;
     Facts facts_;

@@ -195,8 +195,8 @@ struct JournalSummary {
     JournalFields config; ///< identity and settings
     std::string suite, server_version;
     std::int64_t runs = 0, sessions = 0; ///< runs in the file; starts of the latest one
-    double wall_seconds = 0;             ///< of all sessions, to their last outcome
-    bool ended = false;                  ///< the latest session did, by itself: it was not killed
+    double wall_seconds = 0;  ///< of all sessions, to the last outcome; joined: the longest part
+    bool ended = false;       ///< the latest session did, by itself: it was not killed
     bool log = false;         ///< there was a -wal beside the file, where what is latest may be
     std::int64_t earlier = 0; ///< items of earlier versions of the suite, which are left out
     std::int64_t missing = 0; ///< items not written yet, or of parts that were not joined

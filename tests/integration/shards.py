@@ -183,6 +183,11 @@ class Shards(WithServers):
         self.assertEqual(self.merge("merged.journal", "j.0", "j.1")[0], 0)
         self.report("merged.journal")
         self.assertEqual(self.files() - before, {"merged.journal"})
+        # The parts may have run beside each other, the sessions of one did not.
+        wall = lambda name: json.loads(self.report(name, "--json", code=None))["wall_seconds"]
+        self.assertEqual(wall("merged.journal"), max(wall("j.0"), wall("j.1")))
+        self.assertEqual(self.merge("again", "j.1")[0], 1)
+        self.assertEqual(wall("again"), wall("j.1"))
 
     def test_what_is_missing_is_said_and_what_disagrees_is_refused(self):
         _, url = self.server()
